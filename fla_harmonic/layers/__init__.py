@@ -1,0 +1,3 @@
+from fla_harmonic.layers.harmonic import HarmonicAttention
+
+__all__ = ["HarmonicAttention"]

@@ -1,0 +1,358 @@
+# "Harmonic": three gated linear recurrences at rising timescales, arXiv 2606.24650
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from fla.layers.utils import get_layer_cache, update_layer_cache
+
+from fla_harmonic.modules import ShortConvolution
+from fla_harmonic.ops.harmonic import chunk_harmonic, fused_recurrent_harmonic
+
+if TYPE_CHECKING:
+    from fla.models.cache_utils import Cache
+
+TIMESCALES = ((2.2, 8.3), (10, 40), (125, 1000))
+MODES = {"chunk": chunk_harmonic, "fused_recurrent": fused_recurrent_harmonic}
+TIMESCALE_MODES = ("bounded", "init")
+
+
+def check_timescales(timescales: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]:
+    """
+    Returns the timescales as pairs of floats.
+
+    Raises:
+        ValueError: unless they are one or more pairs `1 < low < high < inf`, in tokens.
+    """
+    try:
+        pairs = tuple((float(low), float(high)) for low, high in timescales)
+    except (TypeError, ValueError):
+        pairs = ()
+    if not pairs or not all(1 < low < high < math.inf for low, high in pairs):
+        raise ValueError(
+            "`timescales` must be one or more pairs (low, high) in tokens, 1 < low < high, one pair a level; "
+            f"got {timescales!r}. The default is {TIMESCALES}.")
+    return pairs
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises a ValueError that names the field unless the value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {tuple(choices)}; got {value!r}.")
+
+
+class Timescale(nn.Module):
+    """
+    Bias of a level's gate logits: the timescale of each channel at zero input.
+
+    A module of its own, not the bias of the gate's last linear map: the weight initialisation of Hugging Face models sets
+    those to zero, and optimizers and parallelism find it by its name.
+
+    Args:
+        size (int):
+            Number of channels D.
+        timescale (tuple[float, float]):
+            Range of the timescale `tau = 1 / (1 - A)` in tokens.
+        decay_range (tuple[float, float]):
+            `(a_min, a_max)`, the range that a gate logit maps to.
+    """
+
+    def __init__(self, size: int, timescale: tuple[float, float], decay_range: tuple[float, float]) -> None:
+        super().__init__()
+        self.timescale = timescale
+        self.decay_range = decay_range
+        self.bias = nn.Parameter(torch.empty(size))
+        self.bias._no_weight_decay = True
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Spreads the channels log-uniformly over the range of timescales."""
+        if self.bias.is_meta or getattr(self.bias, "_is_hf_initialized", False):
+            return
+        low, high = (math.log(tau) for tau in self.timescale)
+        a_min, a_max = self.decay_range
+        quantile = (torch.arange(self.bias.shape[0], dtype=torch.float64) + 0.5) / self.bias.shape[0]
+        tau = torch.exp(low + (high - low) * quantile)
+        with torch.no_grad():
+            self.bias.copy_(torch.logit((1 - 1 / tau - a_min) / (a_max - a_min)))
+
+    def forward(self, u: torch.Tensor) -> torch.Tensor:
+        return u + self.bias.to(u.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.bias.shape[0]}, timescale={self.timescale}, decay_range={self.decay_range}"
+
+
+class HarmonicLevel(nn.Module):
+    """
+    One recurrence of the hierarchy: gate and input maps, and the norm of its states; the scan is the layer's.
+
+    Args:
+        input_size (int):
+            Size of the input z.
+        state_size (int):
+            Number of channels D of the state.
+        timescale (tuple[float, float]):
+            Range of the timescale `tau = 1 / (1 - A)` in tokens.
+        timescale_mode (str):
+            `"bounded"`: A stays in the range for every input. `"init"`: A is free in (0, 1) and starts in the range.
+        gate_ratio (int, Optional):
+            Gate and input are MLPs `input_size -> gate_ratio * input_size -> D` with biases. Default: linear maps.
+        gate_rank (int, Optional):
+            Gate and input are maps of this rank. Default: `None`.
+        norm_eps (float):
+            Epsilon of the LayerNorm.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        state_size: int,
+        timescale: tuple[float, float],
+        timescale_mode: str,
+        gate_ratio: int | None,
+        gate_rank: int | None,
+        norm_eps: float,
+    ) -> None:
+        super().__init__()
+        low, high = timescale
+        self.decay_range = (1 - 1 / low, 1 - 1 / high) if timescale_mode == "bounded" else (0.0, 1.0)
+
+        def maps(bias: bool) -> nn.Module:
+            if gate_ratio is not None:
+                inner = gate_ratio * input_size
+                return nn.Sequential(nn.Linear(input_size, inner), nn.SiLU(), nn.Linear(inner, state_size, bias=bias))
+            if gate_rank is not None:
+                down = nn.Linear(input_size, gate_rank, bias=False)
+                return nn.Sequential(down, nn.Linear(gate_rank, state_size, bias=False))
+            return nn.Linear(input_size, state_size, bias=False)
+
+        self.gate_proj = maps(bias=False)
+        self.timescale = Timescale(state_size, timescale, self.decay_range)
+        self.input_proj = maps(bias=True)
+        self.norm = nn.LayerNorm(state_size, eps=norm_eps)
+
+    def forward(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gate logits u and input logits v, `[B, T, D]`, of the input z `[B, T, input_size]`."""
+        return self.timescale(self.gate_proj(z)), self.input_proj(z)
+
+
+class HarmonicAttention(nn.Module):
+    r"""
+    Harmonic (arXiv 2606.24650): a hierarchy of gated linear recurrences, in fla's layer interface. For levels l = 1, 2, ...
+
+        h_l = scan(gate_l(z_l), input_l(z_l)),  y_l = norm_l(h_l)
+        z_1 = y_0 = x,  z_{l+1} = norm(y_{l-1} - P_l y_l)
+        o = W_o ((y_1 + y_2 + ...) * silu(W_g x))
+
+    The norm of the prediction error has no parameters. Cost and memory are linear in the length; the state is constant.
+
+    Args:
+        mode (str):
+            `"chunk"` (parallel over time) or `"fused_recurrent"` (token by token). Default: `"chunk"`.
+        hidden_size (int):
+            Size of inputs and outputs. Default: 1024.
+        expand_ratio (float):
+            Channels of a level over `hidden_size`; anything but 1 needs the output projection. Default: 1.
+        timescales (Sequence[tuple[float, float]]):
+            Range of `tau = 1 / (1 - A)` in tokens, one pair a level. Default: the paper's three.
+        timescale_mode (str):
+            `"bounded"`: A stays in the range. `"init"`: A is free in (0, 1) and starts in the range. Default: `"bounded"`.
+        use_prediction_error (bool):
+            Whether a level reads the error that the level below left (else that level's output). Default: `True`.
+        gate_ratio (int, Optional):
+            Gate and input are MLPs `H -> gate_ratio H -> D` instead of linear maps. Default: `None`.
+        gate_rank (int, Optional):
+            Gate and input are maps of this rank; excludes `gate_ratio`. Default: `None`.
+        use_output_gate (bool):
+            Whether the output is gated by `silu(W_g x)`. Default: `True`.
+        use_output_proj (bool):
+            Whether the output is projected. Default: `True`.
+        use_short_conv (bool):
+            Whether a causal depthwise convolution (with SiLU) precedes the first level. Default: `False`.
+        conv_size (int):
+            Width of that convolution. Default: 4.
+        conv_bias (bool):
+            Whether it has a bias. Default: `False`.
+        norm_eps (float):
+            Epsilon of the norms. Default: 1e-5.
+        layer_idx (int, Optional):
+            Index of the layer; required with a cache. Default: `None`.
+
+    Raises:
+        ValueError: for an impossible option, naming it.
+
+    Examples::
+        >>> layer = HarmonicAttention(hidden_size=256)
+        >>> o, _, _ = layer(torch.randn(2, 1000, 256))
+        # three documents of 100, 500 and 400 tokens in one row
+        >>> o, _, _ = layer(torch.randn(1, 1000, 256), cu_seqlens=torch.tensor([0, 100, 600, 1000]))
+    """
+
+    def __init__(
+        self,
+        mode: str = "chunk",
+        hidden_size: int = 1024,
+        expand_ratio: float = 1,
+        timescales: Sequence[Sequence[float]] = TIMESCALES,
+        timescale_mode: str = "bounded",
+        use_prediction_error: bool = True,
+        gate_ratio: int | None = None,
+        gate_rank: int | None = None,
+        use_output_gate: bool = True,
+        use_output_proj: bool = True,
+        use_short_conv: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        norm_eps: float = 1e-5,
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        check_choice("mode", mode, tuple(MODES))
+        check_choice("timescale_mode", timescale_mode, TIMESCALE_MODES)
+        for name, value in {"hidden_size": hidden_size, "gate_ratio": gate_ratio, "gate_rank": gate_rank,
+                            "conv_size": conv_size}.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
+        if gate_ratio is not None and gate_rank is not None:
+            raise ValueError(f"`gate_ratio` and `gate_rank` exclude one another; got {gate_ratio} and {gate_rank}. Drop one.")
+        state_size = int(hidden_size * expand_ratio)
+        if state_size < 1 or (state_size != hidden_size and not use_output_proj):
+            raise ValueError(
+                f"`expand_ratio` must give at least one channel, and be 1 without `use_output_proj`; got {expand_ratio!r} "
+                f"with hidden_size={hidden_size} and use_output_proj={use_output_proj}.")
+
+        self.mode = mode
+        self.hidden_size = hidden_size
+        self.expand_ratio = expand_ratio
+        self.timescales = check_timescales(timescales)
+        self.timescale_mode = timescale_mode
+        self.use_prediction_error = use_prediction_error
+        self.use_output_gate = use_output_gate
+        self.use_output_proj = use_output_proj
+        self.use_short_conv = use_short_conv
+        self.conv_size = conv_size
+        self.norm_eps = norm_eps
+        self.layer_idx = layer_idx
+        self.level_size = state_size
+
+        if use_short_conv:
+            self.conv1d = ShortConvolution(hidden_size, conv_size, bias=conv_bias, activation="silu")
+        # the error of the first level lives in the input space, every other one in the state space
+        sizes = [hidden_size if level == 0 or (level == 1 and use_prediction_error) else state_size
+                 for level in range(len(self.timescales))]
+        self.levels = nn.ModuleList([
+            HarmonicLevel(size, state_size, timescale, timescale_mode, gate_ratio, gate_rank, norm_eps)
+            for size, timescale in zip(sizes, self.timescales, strict=True)
+        ])
+        if use_prediction_error:
+            self.predictions = nn.ModuleList([nn.Linear(state_size, size, bias=False) for size in sizes[1:]])
+        if use_output_gate:
+            self.g_proj = nn.Linear(hidden_size, state_size, bias=False)
+        if use_output_proj:
+            self.o_proj = nn.Linear(state_size, hidden_size, bias=False)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = False,
+        output_attentions: bool | None = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None, Cache | None]:
+        """
+        Args:
+            hidden_states (torch.Tensor):
+                Inputs of shape `[B, T, hidden_size]`.
+            attention_mask (torch.Tensor, Optional):
+                0/1 mask of shape `[B, S]`, S >= T, whose last T columns belong to the inputs: states pass masked tokens
+                unchanged and their outputs are zero. `cu_seqlens` wins over it. Default: `None`.
+            past_key_values (Cache, Optional):
+                fla's cache; its states are read and replaced. Default: `None`.
+            use_cache, output_attentions:
+                Accepted as in every fla layer; a given cache is always updated, and there are no attentions.
+            cu_seqlens (torch.Tensor, Optional):
+                In `kwargs`: borders of packed documents, `[N + 1]`, B = 1.
+
+        Returns:
+            o (torch.Tensor):
+                Outputs of shape `[B, T, hidden_size]`.
+            None:
+                No attentions.
+            past_key_values (Cache | None):
+                The cache.
+
+        Raises:
+            ValueError: for a wrong shape of inputs, mask or borders, or a cache without `layer_idx`.
+        """
+        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"`hidden_states` must have shape [B, T, {self.hidden_size}]; got {tuple(hidden_states.shape)}.")
+        B, T, _ = hidden_states.shape
+        cu_seqlens = kwargs.get("cu_seqlens")
+        kept = None
+        if attention_mask is not None and cu_seqlens is None:
+            hidden_states, kept, cu_seqlens = _drop_pads(hidden_states, attention_mask)
+
+        last_state = get_layer_cache(self, past_key_values)
+        states = [None] * len(self.levels) if last_state is None else last_state["recurrent_state"]
+        keep_states = past_key_values is not None
+        x, conv_state = hidden_states, None
+        if self.use_short_conv:
+            x, conv_state = self.conv1d(
+                x, cache=None if last_state is None else last_state["conv_state"],
+                output_final_state=keep_states, cu_seqlens=cu_seqlens)
+
+        scan = MODES[self.mode]
+        new_states = []
+        below, z, o = x, x, None
+        for index, level in enumerate(self.levels):
+            u, v = level(z)
+            h, state = scan(u, v, level.decay_range, initial_state=states[index], output_final_state=keep_states,
+                            cu_seqlens=cu_seqlens)
+            new_states.append(state)
+            y = level.norm(h)
+            o = y if o is None else o + y
+            if index + 1 < len(self.levels):
+                error = below - self.predictions[index](y) if self.use_prediction_error else y
+                z = F.layer_norm(error, error.shape[-1:], eps=self.norm_eps)
+                below = y
+
+        update_layer_cache(self, past_key_values, recurrent_state=tuple(new_states), conv_state=conv_state, offset=T)
+        if self.use_output_gate:
+            o = o * F.silu(self.g_proj(hidden_states))
+        if self.use_output_proj:
+            o = self.o_proj(o)
+        if kept is not None:
+            o = o.new_zeros(B * T, o.shape[-1]).index_copy(0, kept, o[0]).view(B, T, -1)
+        return o, None, past_key_values
+
+    def state_size(self, **kwargs: Any) -> int:
+        """Numbers that the layer remembers of a sequence, whatever its length."""
+        conv = self.conv1d.hidden_size * self.conv_size if self.use_short_conv else 0
+        return len(self.levels) * self.level_size + conv
+
+    def extra_repr(self) -> str:
+        return f"mode={self.mode}, timescales={self.timescales}, timescale_mode={self.timescale_mode}"
+
+
+def _drop_pads(
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Packs the unmasked tokens of each row into one document: the packed inputs, their indices, and the borders."""
+    B, T, _ = hidden_states.shape
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+        raise ValueError(
+            f"`attention_mask` must be a 0/1 mask of shape [{B}, S] with S >= {T}; got {tuple(attention_mask.shape)}. "
+            "Attention masks of shape [B, T, T] do not apply to a recurrence.")
+    mask = attention_mask[:, -T:].bool() if T else attention_mask[:, :0].bool()
+    kept = mask.flatten().nonzero().flatten()
+    cu_seqlens = F.pad(mask.sum(1).cumsum(0), (1, 0))
+    return hidden_states.flatten(0, 1).index_select(0, kept).unsqueeze(0), kept, cu_seqlens

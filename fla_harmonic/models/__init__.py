@@ -1,0 +1,3 @@
+from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM, HarmonicModel
+
+__all__ = ["HarmonicConfig", "HarmonicForCausalLM", "HarmonicModel"]

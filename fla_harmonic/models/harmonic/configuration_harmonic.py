@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fla.models.configuration_utils import AttentionConfig, AttentionConfigBase, validate_loss_config
+from transformers.configuration_utils import PreTrainedConfig
+
+from fla_harmonic.layers.harmonic import MODES, TIMESCALE_MODES, TIMESCALES, check_choice, check_timescales
+
+
+class HarmonicConfig(AttentionConfigBase, PreTrainedConfig):
+    """
+    Configuration of `HarmonicModel`: blocks of norm, `HarmonicAttention`, norm, gated MLP.
+
+    The layer's options (`expand_ratio` to `conv_bias`) are those of `HarmonicAttention`; the others are fla's. Beyond them:
+
+    Args:
+        elementwise_affine (bool):
+            Whether the norms of the blocks have weights. Default: `True`.
+        gated_mlp (bool):
+            SwiGLU MLP, or a plain MLP of the same `intermediate_size`. Default: `True`.
+
+    Raises:
+        ValueError: for an impossible value, naming its field.
+    """
+
+    model_type = "harmonic"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        hidden_size: int = 1024,
+        expand_ratio: float = 1,
+        hidden_ratio: int | None = 4,
+        intermediate_size: int | None = None,
+        num_hidden_layers: int = 24,
+        attn_mode: str = "chunk",
+        timescales: Sequence[Sequence[float]] = TIMESCALES,
+        timescale_mode: str = "bounded",
+        use_prediction_error: bool = True,
+        gate_ratio: int | None = None,
+        gate_rank: int | None = None,
+        use_output_gate: bool = True,
+        use_output_proj: bool = True,
+        use_short_conv: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        gated_mlp: bool = True,
+        hidden_act: str = "swish",
+        max_position_embeddings: int = 2048,
+        elementwise_affine: bool = True,
+        norm_eps: float = 1e-5,
+        attn: AttentionConfig = None,
+        use_cache: bool = True,
+        pad_token_id: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        tie_word_embeddings: bool = False,
+        initializer_range: float = 0.02,
+        fuse_norm: bool = True,
+        fuse_swiglu: bool = True,
+        fuse_cross_entropy: bool = True,
+        fuse_linear_cross_entropy: bool = False,
+        vocab_size: int = 32000,
+        **kwargs: Any,
+    ) -> None:
+        for name, value in {"hidden_size": hidden_size, "num_hidden_layers": num_hidden_layers, "vocab_size": vocab_size}.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"field `{name}` must be a positive integer; got {value!r}.")
+        check_choice("attn_mode", attn_mode, tuple(MODES))
+        check_choice("timescale_mode", timescale_mode, TIMESCALE_MODES)
+        self.hidden_size = hidden_size
+        self.expand_ratio = expand_ratio
+        self.hidden_ratio = hidden_ratio
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.attn_mode = attn_mode
+        self.timescales = [list(pair) for pair in check_timescales(timescales)]
+        self.timescale_mode = timescale_mode
+        self.use_prediction_error = use_prediction_error
+        self.gate_ratio = gate_ratio
+        self.gate_rank = gate_rank
+        self.use_output_gate = use_output_gate
+        self.use_output_proj = use_output_proj
+        self.use_short_conv = use_short_conv
+        self.conv_size = conv_size
+        self.conv_bias = conv_bias
+        self.gated_mlp = gated_mlp
+        self.hidden_act = hidden_act
+        self.max_position_embeddings = max_position_embeddings
+        self.elementwise_affine = elementwise_affine
+        self.norm_eps = norm_eps
+        self.attn = attn
+        self.use_cache = use_cache
+        self.initializer_range = initializer_range
+        self.fuse_norm = fuse_norm
+        self.fuse_swiglu = fuse_swiglu
+        self.fuse_cross_entropy = fuse_cross_entropy
+        self.fuse_linear_cross_entropy = fuse_linear_cross_entropy
+        self.vocab_size = vocab_size
+
+        validate_loss_config(fuse_cross_entropy=fuse_cross_entropy, fuse_linear_cross_entropy=fuse_linear_cross_entropy)
+        super().__init__(
+            pad_token_id=pad_token_id,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            tie_word_embeddings=tie_word_embeddings,
+            **kwargs,
+        )
+
+    @classmethod
+    def paper(cls, hidden_size: int = 256, vocab_size: int = 50257, **kwargs: Any) -> HarmonicConfig:
+        """
+        The paper's model: one layer of three levels whose gate and input are MLPs, and a plain MLP; only the levels' norms
+        have weights. Parameters: `34 H^2 + 24 H` and one (tied) or two tables of `vocab_size x H`.
+
+        Args:
+            hidden_size (int):
+                H. Default: 256.
+            vocab_size (int):
+                Entries of the vocabulary. Default: 50257 (GPT-2).
+            **kwargs:
+                Any field of `HarmonicConfig`, in place of the paper's.
+        """
+        paper: dict[str, Any] = dict(
+            num_hidden_layers=1,
+            gate_ratio=2,
+            use_output_gate=False,
+            use_output_proj=False,
+            gated_mlp=False,
+            intermediate_size=4 * hidden_size,
+            elementwise_affine=False,
+        )
+        return cls(hidden_size=hidden_size, vocab_size=vocab_size, **{**paper, **kwargs})

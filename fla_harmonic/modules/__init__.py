@@ -1,0 +1,7 @@
+"""fla's fused modules with torch twins: on a CPU tensor, where Triton does not run, the twin computes the same."""
+
+from fla_harmonic.modules.mlp import MLP, GatedMLP
+from fla_harmonic.modules.norm import RMSNorm
+from fla_harmonic.modules.short_conv import ShortConvolution
+
+__all__ = ["MLP", "GatedMLP", "RMSNorm", "ShortConvolution"]

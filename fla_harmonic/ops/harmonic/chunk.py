@@ -1,0 +1,228 @@
+"""The public scans: validation and choice of backend."""
+
+import logging
+import math
+
+import torch
+
+from fla_harmonic.ops.harmonic import scan_op
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("torch", "numba", "fla")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def chunk_harmonic(
+    u: torch.Tensor,
+    v: torch.Tensor,
+    decay_range: tuple[float, float],
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    r"""
+    The gated recurrence of one Harmonic level (arXiv 2606.24650), parallel over chunks of the sequence:
+
+        1 - A_t = (1 - a_max) + (a_max - a_min) sigmoid(-u_t)
+            h_t = A_t h_{t-1} + (1 - A_t) tanh(v_t)
+
+    Decays and states are float32 whatever the input (float64 for float64 input). Every gradient is exact: of `u`, `v`
+    and `initial_state`, through `h` and through `final_state`.
+
+    Args:
+        u (torch.Tensor):
+            Gate logits of shape `[B, T, D]`; float32, bfloat16, float16 or float64.
+        v (torch.Tensor):
+            Input logits of shape `[B, T, D]`, of u's dtype and on its device.
+        decay_range (tuple[float, float]):
+            `(a_min, a_max)` with `0 <= a_min < a_max <= 1`, the range of the decay `A`.
+        initial_state (torch.Tensor, Optional):
+            States before the first token, of shape `[N, D]`: `N = B`, or the number of documents with `cu_seqlens`.
+            Default: zero.
+        output_final_state (bool):
+            Whether to return the states after the last token. Default: `False`.
+        cu_seqlens (torch.Tensor, Optional):
+            Borders of packed documents, int32 or int64 of shape `[N + 1]`, from 0 to T; needs `B = 1`. Documents do not
+            see one another. Default: `None`.
+        backend (str, Optional):
+            `"torch"` (anywhere), `"numba"` (CPU; not float64) or `"fla"` (fla's Triton kernels; not float64).
+            Default: by device.
+
+    Returns:
+        h (torch.Tensor):
+            States after each token, of shape `[B, T, D]` and u's dtype.
+        final_state (torch.Tensor | None):
+            States after the last token, float32 of shape `[N, D]`, or `None`.
+
+    Raises:
+        ValueError: for a wrong shape, dtype, device, range, border or backend.
+
+    Examples::
+        >>> import torch
+        >>> from fla_harmonic.ops.harmonic import chunk_harmonic
+        >>> u, v = torch.randn(2, 4, 2048, 256)
+        >>> h, state = chunk_harmonic(u, v, (0.9, 0.975), output_final_state=True)
+        # three documents of 512, 1024 and 512 tokens in one row
+        >>> cu_seqlens = torch.tensor([0, 512, 1536, 2048])
+        >>> h, states = chunk_harmonic(u[:1], v[:1], (0.9, 0.975), output_final_state=True, cu_seqlens=cu_seqlens)
+        >>> states.shape
+        torch.Size([3, 256])
+    """
+    return _harmonic(u, v, decay_range, initial_state, output_final_state, cu_seqlens, backend, recurrent=False)
+
+
+def fused_recurrent_harmonic(
+    u: torch.Tensor,
+    v: torch.Tensor,
+    decay_range: tuple[float, float],
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`chunk_harmonic`, one token after another: for decoding and short inputs. Same arguments, returns and errors."""
+    return _harmonic(u, v, decay_range, initial_state, output_final_state, cu_seqlens, backend, recurrent=True)
+
+
+def linear_scan(
+    g: torch.Tensor,
+    x: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    The bare recurrence `h_t = exp(g_t) h_{t-1} + x_t`, on the same backends as `chunk_harmonic`.
+
+    Args:
+        g (torch.Tensor):
+            Log-decays of shape `[B, T, D]`, `g <= 0`; `-inf` forgets the state.
+        x (torch.Tensor):
+            Inputs of shape `[B, T, D]`, of g's dtype and on its device.
+        initial_state, output_final_state, cu_seqlens, backend:
+            As for `chunk_harmonic`.
+
+    Returns:
+        h (torch.Tensor):
+            States after each token, of shape `[B, T, D]` and x's dtype.
+        final_state (torch.Tensor | None):
+            States after the last token, float32 of shape `[N, D]`, or `None`.
+
+    Raises:
+        ValueError: for a wrong shape, dtype, device, border or backend, and for a positive log-decay on the CPU.
+    """
+    _check(("g", g), ("x", x), initial_state, cu_seqlens)
+    if g.device.type == "cpu" and not torch.compiler.is_compiling() and g.numel() and (highest := g.detach().amax()) > 0:
+        raise ValueError(
+            f"`g` must hold log-decays <= 0; got a maximum of {highest.item():.6g}. "
+            "Pass e.g. torch.nn.functional.logsigmoid(logits).")
+    h, final_state = scan_op.linear_scan(g, x, initial_state, cu_seqlens, _choose(backend, x), False)
+    return h, final_state if output_final_state else None
+
+
+def _harmonic(
+    u: torch.Tensor,
+    v: torch.Tensor,
+    decay_range: tuple[float, float],
+    initial_state: torch.Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: torch.Tensor | None,
+    backend: str | None,
+    recurrent: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    _check(("u", u), ("v", v), initial_state, cu_seqlens)
+    a_min, a_max = check_decay_range(decay_range)
+    h, final_state = scan_op.harmonic_scan(u, v, initial_state, cu_seqlens, a_min, a_max, _choose(backend, u), recurrent)
+    return h, final_state if output_final_state else None
+
+
+def check_decay_range(decay_range: tuple[float, float]) -> tuple[float, float]:
+    """
+    Returns the range as two floats.
+
+    Raises:
+        ValueError: unless it is a pair with `0 <= a_min < a_max <= 1`.
+    """
+    try:
+        a_min, a_max = (float(a) for a in decay_range)
+    except (TypeError, ValueError):
+        a_min = a_max = math.nan
+    if not 0 <= a_min < a_max <= 1:
+        raise ValueError(
+            f"`decay_range` must be a pair (a_min, a_max) with 0 <= a_min < a_max <= 1; got {decay_range!r}. "
+            "A timescale of tau tokens is a decay of 1 - 1 / tau.")
+    return a_min, a_max
+
+
+def _check(
+    first: tuple[str, torch.Tensor],
+    second: tuple[str, torch.Tensor],
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> None:
+    (name_a, a), (name_b, b) = first, second
+    if a.ndim != 3:
+        raise ValueError(f"`{name_a}` must have shape [B, T, D]; got {tuple(a.shape)}. Add the missing dimensions.")
+    if a.dtype not in _DTYPES:
+        raise ValueError(f"`{name_a}` must be float32, bfloat16, float16 or float64; got {a.dtype}. Cast it first.")
+    if (b.shape, b.dtype, b.device) != (a.shape, a.dtype, a.device):
+        raise ValueError(
+            f"`{name_b}` must match `{name_a}` in shape, dtype and device: {tuple(a.shape)}, {a.dtype}, {a.device}; "
+            f"got {tuple(b.shape)}, {b.dtype}, {b.device}.")
+    N = a.shape[0]
+    if cu_seqlens is not None:
+        if a.shape[0] != 1:
+            raise ValueError(f"`cu_seqlens` needs a batch of 1; got {a.shape[0]}. Flatten the documents into one row first.")
+        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                "`cu_seqlens` must be int32 or int64 of shape [N + 1] with N >= 1; "
+                f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}.")
+        if not torch.compiler.is_compiling():
+            scan_op.check_cu_seqlens(cu_seqlens, a.shape[1])
+        N = cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        if initial_state.shape != (N, a.shape[2]):
+            raise ValueError(
+                f"`initial_state` must have shape [N, D] = {(N, a.shape[2])}, one state a sequence; "
+                f"got {tuple(initial_state.shape)}.")
+        if not initial_state.is_floating_point() or initial_state.device != a.device:
+            raise ValueError(
+                f"`initial_state` must be floating point on {a.device}; got {initial_state.dtype} on {initial_state.device}.")
+
+
+def _choose(backend: str | None, x: torch.Tensor) -> str:
+    on_cpu, double = x.device.type == "cpu", x.dtype == torch.float64
+    if backend is None:
+        if double:
+            return "torch"
+        if not on_cpu:
+            return "fla"
+        if not scan_op.HAS_NUMBA:
+            _warn_slow_path()
+            return "torch"
+        return "numba"
+    if backend not in BACKENDS:
+        raise ValueError(f"`backend` must be None or one of {BACKENDS}; got {backend!r}.")
+    if backend == "numba" and (not on_cpu or double or not scan_op.HAS_NUMBA):
+        raise ValueError(
+            "backend 'numba' needs numba and CPU tensors that are not float64; "
+            f"got {x.dtype} on {x.device}, numba {'installed' if scan_op.HAS_NUMBA else 'not installed'}. Use 'torch'.")
+    if backend == "fla" and (on_cpu or double):
+        raise ValueError(
+            "backend 'fla' needs a device that Triton serves and tensors that are not float64; "
+            f"got {x.dtype} on {x.device}. Use 'torch'.")
+    return backend
+
+
+@torch.compiler.disable
+def _warn_slow_path() -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        logger.warning("numba is not installed: the scan runs in plain torch, slower. Install it with `pip install numba`.")
+
+
+_warned = False

@@ -1,0 +1,236 @@
+"""
+The scans as compiled CPU loops: one pass over memory, float32.
+
+Tokens come flattened, `[tokens, D]` with `offsets [N + 1]`, so that batch rows and packed documents are one case. A
+task walks some sequences over a block of channels with the states of the block in cache; reading the gates, the
+recurrence and writing the states are one loop that the compiler vectorises over channels. Exponentials are own
+polynomials because calls into the maths library would keep that loop scalar (relative error below 2e-7).
+
+Tasks run in a thread pool of `torch.get_num_threads()` threads (the kernels hold no GIL), not in numba's own threads:
+those abort when two Python threads enter them.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import numpy as np
+import torch
+from numba import njit
+
+_F = np.float32
+# channels of a task: their state and a token's rows stay in the first-level cache
+MAX_BLOCK = 1024
+LANES = 16
+
+_compile = njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "nsz"})
+
+
+@_compile
+def _exp_parts(x):
+    """`exp(x) = scale + scale * tail` for |x| < 88: x = n ln 2 + r, scale = 2^n, tail = exp(r) - 1."""
+    n = np.floor(x * _F(1.4426950408889634) + _F(0.5))
+    r = x - n * _F(0.693359375) - n * _F(-2.12194440e-4)
+    p = _F(1 / 5040)
+    p = p * r + _F(1 / 720)
+    p = p * r + _F(1 / 120)
+    p = p * r + _F(1 / 24)
+    p = p * r + _F(1 / 6)
+    p = p * r + _F(0.5)
+    tail = p * (r * r) + r
+    scale = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return scale, tail
+
+
+@_compile
+def _clamp(x, low, high):
+    x = low if x < low else x
+    return high if x > high else x
+
+
+@_compile
+def _exp_nonpositive(x):
+    scale, tail = _exp_parts(_clamp(x, _F(-87), _F(0)))
+    return _F(0) if x < _F(-87) else scale + scale * tail
+
+
+@_compile
+def _sigmoid_of_minus(u):
+    """`sigmoid(-u)` and its derivative's magnitude `sigmoid(-u) sigmoid(u)`."""
+    scale, tail = _exp_parts(_clamp(u, _F(-87), _F(87)))
+    e = scale + scale * tail
+    s = _F(1) / (_F(1) + e)
+    return s, s * (e * s)
+
+
+@_compile
+def _tanh(v):
+    """`tanh(v)` and its derivative, through `exp(2 v) - 1`: small values and small derivatives keep their precision."""
+    scale, tail = _exp_parts(_clamp(_F(2) * v, _F(-40), _F(40)))
+    m = scale * tail + (scale - _F(1))
+    r = _F(1) / (m + _F(2))
+    return m * r, _F(4) * (scale + scale * tail) * (r * r)
+
+
+@_compile
+def _harmonic_forward(u, v, h0, offsets, q_min, width, h, ht, n_lo, n_hi, d_lo, d_hi):
+    D = d_hi - d_lo
+    state = np.empty(D, np.float32)
+    for n in range(n_lo, n_hi):
+        state[:] = h0[n, d_lo:d_hi]
+        for t in range(offsets[n], offsets[n + 1]):
+            ut, vt, out = u[t, d_lo:d_hi], v[t, d_lo:d_hi], h[t, d_lo:d_hi]
+            for i in range(D):
+                s, _ = _sigmoid_of_minus(ut[i])
+                q = q_min + width * s
+                value, _ = _tanh(vt[i])
+                new = state[i] + q * (value - state[i])
+                state[i] = new
+                out[i] = new
+        ht[n, d_lo:d_hi] = state
+
+
+@_compile
+def _harmonic_backward(u, v, h, h0, offsets, dh, dht, q_min, width, du, dv, dh0, n_lo, n_hi, d_lo, d_hi):
+    D = d_hi - d_lo
+    carry = np.empty(D, np.float32)
+    for n in range(n_lo, n_hi):
+        carry[:] = dht[n, d_lo:d_hi]
+        for t in range(offsets[n + 1] - 1, offsets[n] - 1, -1):
+            ut, vt, dht_, dut, dvt = u[t, d_lo:d_hi], v[t, d_lo:d_hi], dh[t, d_lo:d_hi], du[t, d_lo:d_hi], dv[t, d_lo:d_hi]
+            before = h[t - 1, d_lo:d_hi] if t > offsets[n] else h0[n, d_lo:d_hi]
+            for i in range(D):
+                s, slope = _sigmoid_of_minus(ut[i])
+                q = q_min + width * s
+                value, rise = _tanh(vt[i])
+                grad = dht_[i] + carry[i]
+                dut[i] = grad * (before[i] - value) * (width * slope)
+                dvt[i] = grad * q * rise
+                carry[i] = grad - q * grad
+        dh0[n, d_lo:d_hi] = carry
+
+
+@_compile
+def _linear_forward(g, x, h0, offsets, h, ht, n_lo, n_hi, d_lo, d_hi):
+    D = d_hi - d_lo
+    state = np.empty(D, np.float32)
+    for n in range(n_lo, n_hi):
+        state[:] = h0[n, d_lo:d_hi]
+        for t in range(offsets[n], offsets[n + 1]):
+            gt, xt, out = g[t, d_lo:d_hi], x[t, d_lo:d_hi], h[t, d_lo:d_hi]
+            for i in range(D):
+                new = _exp_nonpositive(gt[i]) * state[i] + xt[i]
+                state[i] = new
+                out[i] = new
+        ht[n, d_lo:d_hi] = state
+
+
+@_compile
+def _linear_backward(g, h, h0, offsets, dh, dht, dg, dx, dh0, n_lo, n_hi, d_lo, d_hi):
+    D = d_hi - d_lo
+    carry = np.empty(D, np.float32)
+    for n in range(n_lo, n_hi):
+        carry[:] = dht[n, d_lo:d_hi]
+        for t in range(offsets[n + 1] - 1, offsets[n] - 1, -1):
+            gt, dht_, dgt, dxt = g[t, d_lo:d_hi], dh[t, d_lo:d_hi], dg[t, d_lo:d_hi], dx[t, d_lo:d_hi]
+            before = h[t - 1, d_lo:d_hi] if t > offsets[n] else h0[n, d_lo:d_hi]
+            for i in range(D):
+                grad = dht_[i] + carry[i]
+                dxt[i] = grad
+                flow = grad * _exp_nonpositive(gt[i])
+                dgt[i] = flow * before[i]
+                carry[i] = flow
+        dh0[n, d_lo:d_hi] = carry
+
+
+def harmonic_forward(
+    u: torch.Tensor,
+    v: torch.Tensor,
+    state: torch.Tensor,
+    offsets: np.ndarray,
+    decay_range: tuple[float, float],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`u, v [tokens, D]`, `state [N, D]`, all float32 and contiguous; returns `h [tokens, D]` and `[N, D]`."""
+    h, final = torch.empty_like(u), torch.empty_like(state)
+    q_min, width = _F(1 - decay_range[1]), _F(decay_range[1] - decay_range[0])
+    arrays = [x.numpy() for x in (u, v, state)]
+    _run(_harmonic_forward, offsets, u.shape[1], *arrays, offsets, q_min, width, h.numpy(), final.numpy())
+    return h, final
+
+
+def harmonic_backward(
+    u: torch.Tensor,
+    v: torch.Tensor,
+    h: torch.Tensor,
+    state: torch.Tensor,
+    offsets: np.ndarray,
+    decay_range: tuple[float, float],
+    dh: torch.Tensor,
+    dstate: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `u`, `v` and the initial state, from those of `h [tokens, D]` and the final state `[N, D]`."""
+    du, dv, dh0 = torch.empty_like(u), torch.empty_like(v), torch.empty_like(state)
+    q_min, width = _F(1 - decay_range[1]), _F(decay_range[1] - decay_range[0])
+    arrays = [x.numpy() for x in (u, v, h, state)]
+    _run(_harmonic_backward, offsets, u.shape[1], *arrays, offsets, dh.numpy(), dstate.numpy(), q_min, width,
+         du.numpy(), dv.numpy(), dh0.numpy())
+    return du, dv, dh0
+
+
+def linear_forward(
+    g: torch.Tensor,
+    x: torch.Tensor,
+    state: torch.Tensor,
+    offsets: np.ndarray,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`g, x [tokens, D]`, `state [N, D]`, all float32 and contiguous; returns `h [tokens, D]` and `[N, D]`."""
+    h, final = torch.empty_like(x), torch.empty_like(state)
+    _run(_linear_forward, offsets, x.shape[1], g.numpy(), x.numpy(), state.numpy(), offsets, h.numpy(), final.numpy())
+    return h, final
+
+
+def linear_backward(
+    g: torch.Tensor,
+    h: torch.Tensor,
+    state: torch.Tensor,
+    offsets: np.ndarray,
+    dh: torch.Tensor,
+    dstate: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `g`, `x` and the initial state, from those of `h [tokens, D]` and the final state `[N, D]`."""
+    dg, dx, dh0 = torch.empty_like(g), torch.empty_like(g), torch.empty_like(state)
+    _run(_linear_backward, offsets, g.shape[1], g.numpy(), h.numpy(), state.numpy(), offsets, dh.numpy(), dstate.numpy(),
+         dg.numpy(), dx.numpy(), dh0.numpy())
+    return dg, dx, dh0
+
+
+def _run(kernel: Callable[..., None], offsets: np.ndarray, D: int, *args: object) -> None:
+    threads = torch.get_num_threads()
+    tasks = _tasks(offsets, D, threads)
+    if threads == 1 or len(tasks) == 1:
+        for task in tasks:
+            kernel(*args, *task)
+        return
+    for done in [_pool(threads, os.getpid()).submit(kernel, *args, *task) for task in tasks]:
+        done.result()
+
+
+@cache
+def _pool(threads: int, pid: int) -> ThreadPoolExecutor:
+    # by process id: a forked child has the object but not its threads
+    return ThreadPoolExecutor(threads, thread_name_prefix="harmonic-scan")
+
+
+def _tasks(offsets: np.ndarray, D: int, threads: int) -> list[tuple[int, int, int, int]]:
+    """Cuts the work into (first sequence, end, first channel, end): whole rows where sequences suffice for the threads."""
+    N, tokens = len(offsets) - 1, int(offsets[-1])
+    groups = min(threads, N)
+    # sequence groups of about equal tokens
+    cuts = np.searchsorted(offsets, np.arange(1, groups) * tokens / groups)
+    bounds = sorted({0, N, *(int(c) for c in cuts)})
+    longest = max((int(offsets[j] - offsets[i]) for i, j in zip(bounds, bounds[1:], strict=False)), default=0)
+    splits = 1 if longest * threads <= 1.25 * tokens else threads
+    block = min(MAX_BLOCK, -(-D // splits))
+    block = max(LANES, -(-block // LANES) * LANES)
+    return [(i, j, d, min(d + block, D)) for i, j in zip(bounds, bounds[1:], strict=False) for d in range(0, D, block)]

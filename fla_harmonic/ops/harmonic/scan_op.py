@@ -1,0 +1,288 @@
+"""
+The two scans as `torch.library` operators: opaque to torch.compile, visible to selective activation checkpointing.
+
+Each operator has one forward and one backward for every backend. Saved for backward are the inputs, the output and the
+initial state; decays are computed again.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fla_harmonic.ops.harmonic import fla_scan, torch_scan
+from fla_harmonic.ops.harmonic.naive import harmonic_gates
+
+try:
+    from fla_harmonic.ops.harmonic import numba_scan
+except ImportError:
+    numba_scan = None
+
+HAS_NUMBA = numba_scan is not None
+# backends that scan [B, T, D] with given decays; numba reads the logits and knows documents itself
+_DENSE = {"torch": torch_scan, "fla": fla_scan}
+
+
+class _Packing(NamedTuple):
+    """Non-empty documents of a packed row: their numbers, and the positions of their first and last tokens."""
+    documents: torch.Tensor
+    first: torch.Tensor
+    last: torch.Tensor
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """States and decays are float32 whatever the input, and float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op("fla_harmonic::harmonic_scan", mutates_args=())
+def harmonic_scan(
+    u: torch.Tensor,
+    v: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    a_min: float,
+    a_max: float,
+    backend: str,
+    recurrent: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`chunk_harmonic` behind its validation; always returns the final state."""
+    state = _state(u, initial_state, cu_seqlens)
+    if backend == "numba":
+        h, final = numba_scan.harmonic_forward(_rows(u), _rows(v), state, _offsets(u, cu_seqlens), (a_min, a_max))
+        return h.view(u.shape).to(u.dtype), final
+    if u.numel() == 0:
+        return torch.empty_like(u), state.clone()
+    complement, value = harmonic_gates(u.to(state.dtype), v.to(state.dtype), (a_min, a_max))
+    packing = _packing(cu_seqlens)
+    if packing is None:
+        h, final = _DENSE[backend].harmonic_forward(complement, value, state, recurrent)
+    else:
+        documents, first, last = packing
+        value[0, first] = torch.lerp(state[documents], value[0, first], complement[0, first])
+        complement[0, first] = 1
+        h, _ = _DENSE[backend].harmonic_forward(complement, value, torch.zeros_like(state[:1]), recurrent)
+        final = state.index_copy(0, documents, h[0, last])
+    return h.to(u.dtype), final
+
+
+@torch.library.custom_op("fla_harmonic::harmonic_scan_backward", mutates_args=())
+def harmonic_scan_backward(
+    u: torch.Tensor,
+    v: torch.Tensor,
+    h: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    dh: torch.Tensor | None,
+    dfinal: torch.Tensor | None,
+    a_min: float,
+    a_max: float,
+    backend: str,
+    recurrent: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `u`, `v` and the initial state (float32, `[N, D]`)."""
+    state = _state(u, initial_state, cu_seqlens)
+    dh = torch.zeros_like(h) if dh is None else dh
+    dfinal = torch.zeros_like(state) if dfinal is None else dfinal.to(state.dtype).contiguous()
+    if backend == "numba":
+        du, dv, dstate = numba_scan.harmonic_backward(
+            _rows(u), _rows(v), _rows(h), state, _offsets(u, cu_seqlens), (a_min, a_max), _rows(dh), dfinal)
+        return du.view(u.shape).to(u.dtype), dv.view(v.shape).to(v.dtype), dstate
+    if u.numel() == 0:
+        return torch.empty_like(u), torch.empty_like(v), dfinal.clone()
+    packing = _packing(cu_seqlens)
+    complement, value = harmonic_gates(u.to(state.dtype), v.to(state.dtype), (a_min, a_max))
+    ds, dstate = _adjoint(1 - complement, dh.to(state.dtype), dfinal, packing, backend, recurrent)
+    sigmoid = torch.sigmoid(u.to(state.dtype))
+    du = ds * (_before(h, state, packing) - value) * ((a_max - a_min) * sigmoid * (1 - sigmoid))
+    dv = ds * complement * (1 - value * value)
+    return du.to(u.dtype), dv.to(v.dtype), dstate
+
+
+@torch.library.custom_op("fla_harmonic::linear_scan", mutates_args=())
+def linear_scan(
+    g: torch.Tensor,
+    x: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    backend: str,
+    recurrent: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`linear_scan` behind its validation; always returns the final state."""
+    state = _state(x, initial_state, cu_seqlens)
+    if backend == "numba":
+        h, final = numba_scan.linear_forward(_rows(g), _rows(x), state, _offsets(x, cu_seqlens))
+        return h.view(x.shape).to(x.dtype), final
+    if x.numel() == 0:
+        return torch.empty_like(x), state.clone()
+    decay, wide = g.to(state.dtype).exp(), x.to(state.dtype)
+    packing = _packing(cu_seqlens)
+    if packing is None:
+        h, final = _DENSE[backend].linear_forward(decay, wide, state, recurrent)
+    else:
+        documents, first, last = packing
+        wide = wide.index_put((torch.zeros_like(first), first), decay[0, first] * state[documents], accumulate=True)
+        decay[0, first] = 0
+        h, _ = _DENSE[backend].linear_forward(decay, wide, torch.zeros_like(state[:1]), recurrent)
+        final = state.index_copy(0, documents, h[0, last])
+    return h.to(x.dtype), final
+
+
+@torch.library.custom_op("fla_harmonic::linear_scan_backward", mutates_args=())
+def linear_scan_backward(
+    g: torch.Tensor,
+    h: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    dh: torch.Tensor | None,
+    dfinal: torch.Tensor | None,
+    backend: str,
+    recurrent: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `g`, `x` and the initial state (float32, `[N, D]`)."""
+    state = _state(h, initial_state, cu_seqlens)
+    dh = torch.zeros_like(h) if dh is None else dh
+    dfinal = torch.zeros_like(state) if dfinal is None else dfinal.to(state.dtype).contiguous()
+    if backend == "numba":
+        dg, dx, dstate = numba_scan.linear_backward(_rows(g), _rows(h), state, _offsets(h, cu_seqlens), _rows(dh), dfinal)
+        return dg.view(g.shape).to(g.dtype), dx.view(h.shape).to(h.dtype), dstate
+    if h.numel() == 0:
+        return torch.empty_like(g), torch.empty_like(h), dfinal.clone()
+    packing = _packing(cu_seqlens)
+    decay = g.to(state.dtype).exp()
+    ds, dstate = _adjoint(decay, dh.to(state.dtype), dfinal, packing, backend, recurrent)
+    dg = ds * decay * _before(h, state, packing)
+    return dg.to(g.dtype), ds.to(h.dtype), dstate
+
+
+@harmonic_scan.register_fake
+def _(u, v, initial_state, cu_seqlens, a_min, a_max, backend, recurrent):
+    return torch.empty_like(u, memory_format=torch.contiguous_format), _empty_state(u, cu_seqlens)
+
+
+@harmonic_scan_backward.register_fake
+def _(u, v, h, initial_state, cu_seqlens, dh, dfinal, a_min, a_max, backend, recurrent):
+    du, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (u, v))
+    return du, dv, _empty_state(u, cu_seqlens)
+
+
+@linear_scan.register_fake
+def _(g, x, initial_state, cu_seqlens, backend, recurrent):
+    return torch.empty_like(x, memory_format=torch.contiguous_format), _empty_state(x, cu_seqlens)
+
+
+@linear_scan_backward.register_fake
+def _(g, h, initial_state, cu_seqlens, dh, dfinal, backend, recurrent):
+    dg, dx = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (g, h))
+    return dg, dx, _empty_state(h, cu_seqlens)
+
+
+def _save_harmonic(ctx, inputs, output):
+    u, v, initial_state, cu_seqlens, *ctx.options = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(u, v, output[0], initial_state, cu_seqlens)
+
+
+def _harmonic_grad(ctx, dh, dfinal):
+    u, v, h, initial_state, cu_seqlens = ctx.saved_tensors
+    du, dv, dstate = harmonic_scan_backward(u, v, h, initial_state, cu_seqlens, dh, dfinal, *ctx.options)
+    return du, dv, _state_grad(dstate, initial_state), None, None, None, None, None
+
+
+def _save_linear(ctx, inputs, output):
+    g, _, initial_state, cu_seqlens, *ctx.options = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(g, output[0], initial_state, cu_seqlens)
+
+
+def _linear_grad(ctx, dh, dfinal):
+    g, h, initial_state, cu_seqlens = ctx.saved_tensors
+    dg, dx, dstate = linear_scan_backward(g, h, initial_state, cu_seqlens, dh, dfinal, *ctx.options)
+    return dg, dx, _state_grad(dstate, initial_state), None, None, None
+
+
+harmonic_scan.register_autograd(_harmonic_grad, setup_context=_save_harmonic)
+linear_scan.register_autograd(_linear_grad, setup_context=_save_linear)
+
+
+def _state_grad(dstate: torch.Tensor, initial_state: torch.Tensor | None) -> torch.Tensor | None:
+    return None if initial_state is None else dstate.to(initial_state.dtype)
+
+
+def _state(x: torch.Tensor, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    dtype = state_dtype(x.dtype)
+    if initial_state is not None:
+        return initial_state.to(dtype).contiguous()
+    return x.new_zeros(_num_sequences(x, cu_seqlens), x.shape[2], dtype=dtype)
+
+
+def _empty_state(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(_num_sequences(x, cu_seqlens), x.shape[2], dtype=state_dtype(x.dtype))
+
+
+def _num_sequences(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.float().contiguous().flatten(0, 1)
+
+
+def _offsets(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> np.ndarray:
+    if cu_seqlens is None:
+        B, T, _ = x.shape
+        return np.arange(B + 1, dtype=np.int64) * T
+    return check_cu_seqlens(cu_seqlens, x.shape[1]).numpy()
+
+
+def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """
+    Returns the borders on the CPU as int64.
+
+    Raises:
+        ValueError: if they do not rise from 0 to the number of tokens.
+    """
+    bounds = cu_seqlens.to("cpu", torch.int64)
+    if bounds[0] != 0 or bounds[-1] != tokens or (bounds.diff() < 0).any():
+        raise ValueError(
+            f"`cu_seqlens` must rise from 0 to the number of tokens ({tokens}); got {bounds.tolist()[:16]}. "
+            "Pass cumulative lengths: [0, len_0, len_0 + len_1, ...].")
+    return bounds
+
+
+def _packing(cu_seqlens: torch.Tensor | None) -> _Packing | None:
+    if cu_seqlens is None:
+        return None
+    bounds = cu_seqlens.long()
+    documents = (bounds.diff() > 0).nonzero().flatten()
+    return _Packing(documents, bounds[documents], bounds[documents + 1] - 1)
+
+
+def _adjoint(
+    decay: torch.Tensor,
+    dh: torch.Tensor,
+    dfinal: torch.Tensor,
+    packing: _Packing | None,
+    backend: str,
+    recurrent: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient of every state `[B, T, D]` and of the initial states `[N, D]`."""
+    if packing is None:
+        return _DENSE[backend].reverse(decay, dh, dfinal, recurrent)
+    documents, first, last = packing
+    entry = decay[0, first]
+    decay = decay.index_put((torch.zeros_like(first), first), torch.zeros_like(entry))
+    dh = dh.index_put((torch.zeros_like(last), last), dfinal[documents], accumulate=True)
+    ds, _ = _DENSE[backend].reverse(decay, dh, torch.zeros_like(dfinal[:1]), recurrent)
+    return ds, dfinal.index_copy(0, documents, entry * ds[0, first])
+
+
+def _before(h: torch.Tensor, state: torch.Tensor, packing: _Packing | None) -> torch.Tensor:
+    """The state that enters each token, `[B, T, D]`."""
+    before = torch.empty_like(h, dtype=state.dtype)
+    before[:, 1:] = h[:, :-1]
+    if packing is None:
+        before[:, 0] = state
+    else:
+        before[0, packing.first] = state[packing.documents]
+    return before
