@@ -1,0 +1,303 @@
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.protocols import train_spec
+
+from fla_harmonic.titan.corpus import load_documents, split_documents
+from fla_harmonic.titan.data import (
+    TokenSplit,
+    TokenWindows,
+    WindowLoader,
+    build_dataloader,
+    check_vocabulary,
+    evaluation_batches,
+)
+from fla_harmonic.titan.tokenizer import JsonTokenizer, build_tokenizer
+
+
+def numbered(length: int, starts: tuple[int, ...] = (0,)) -> TokenSplit:
+    """Tokens that are their own positions."""
+    return TokenSplit(np.arange(length, dtype=np.uint16), np.asarray(starts, dtype=np.int64), length)
+
+
+def loader(split: TokenSplit, seq_len: int, batch: int, world: int = 1, rank: int = 0, **kwargs) -> WindowLoader:
+    return WindowLoader(TokenWindows(split, seq_len), local_batch_size=batch, dp_world_size=world, dp_rank=rank, **kwargs)
+
+
+def global_step(loaders: list[WindowLoader], accumulation: int) -> list[list[int]]:
+    """The labels of all windows of one step, sorted: ranks and micro-batches together."""
+    iterators = [iter(each) for each in loaders]
+    return sorted(row for _ in range(accumulation) for each in iterators for row in next(each)[1].tolist())
+
+
+# windows
+
+
+@settings(deadline=None)
+@given(st.integers(2, 200), st.integers(1, 20), st.booleans())
+def test_every_token_but_the_first_is_a_label_once(length: int, seq_len: int, tail: bool) -> None:
+    if length - 1 < (1 if tail else seq_len):
+        return
+    windows = TokenWindows(numbered(length), seq_len, tail=tail)
+    inputs, labels = windows.batch(np.arange(len(windows)), False)
+    assert list(inputs) == ["input"]
+    assert inputs["input"].dtype == labels.dtype == torch.int64
+    assert inputs["input"].shape == labels.shape == (len(windows), seq_len)
+    assert inputs["input"].is_contiguous()
+    assert labels.is_contiguous()
+    counted = labels != IGNORE_INDEX
+    last = length if tail else 1 + seq_len * len(windows)
+    assert labels[counted].tolist() == list(range(1, last))
+    assert length - last < seq_len
+    assert (inputs["input"][counted] == labels[counted] - 1).all()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(1, 20), st.booleans())
+def test_document_ids_count_the_documents_of_each_window(lengths: list[int], seq_len: int, tail: bool) -> None:
+    of_token = np.repeat(np.arange(len(lengths)), lengths)
+    if len(of_token) - 1 < (1 if tail else seq_len):
+        return
+    starts = tuple(np.cumsum([0, *lengths[:-1]]).tolist())
+    windows = TokenWindows(numbered(len(of_token), starts), seq_len, tail=tail)
+    inputs, labels = windows.batch(np.arange(len(windows)), True)
+    ids = inputs["document_ids"]
+    assert ids.dtype == torch.int32
+    assert ids.shape == labels.shape
+    for first, row_ids in zip(range(0, len(of_token), seq_len), ids, strict=False):
+        expected = of_token[first : first + seq_len]
+        # what is missing opens no document
+        expected = np.pad(expected - expected[0], (0, seq_len - len(expected)), mode="edge")
+        assert row_ids.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(("length", "tail", "needed"), [(8, False, 9), (0, False, 9), (1, True, 2)])
+def test_text_shorter_than_a_window_is_refused_with_the_numbers(length: int, tail: bool, needed: int) -> None:
+    with pytest.raises(ValueError, match=rf"{length} tokens.*seq_len 8 needs {needed}.*longer text"):
+        TokenWindows(numbered(length), 8, tail=tail)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 100), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_evaluation_labels_each_token_once_over_all_ranks(
+    length: int, seq_len: int, batch: int, world: int, ids: bool
+) -> None:
+    of_rank = [
+        list(evaluation_batches(numbered(length), seq_len, batch, dp_world_size=world, dp_rank=rank, document_ids=ids))
+        for rank in range(world)
+    ]
+    # ranks that ran another number of batches would wait for each other
+    assert len({len(batches) for batches in of_rank}) == 1
+    labels = torch.stack([labels for batches in of_rank for _, labels in batches])
+    assert labels.shape[1:] == (batch, seq_len)
+    assert sorted(labels[labels != IGNORE_INDEX].tolist()) == list(range(1, length))
+    for batches in of_rank:
+        for inputs, batch_labels in batches:
+            counted = batch_labels != IGNORE_INDEX
+            assert (inputs["input"][counted] == batch_labels[counted] - 1).all()
+            assert set(inputs) == ({"input", "document_ids"} if ids else {"input"})
+
+
+# order and state
+
+
+@settings(deadline=None)
+@given(st.integers(1, 30), st.integers(1, 5), st.integers(-3, 3))
+def test_each_epoch_reads_every_window_once_in_its_own_order(count: int, batch: int, seed: int) -> None:
+    stream = iter(loader(numbered(4 * count + 1), 4, batch, seed=seed))
+    firsts = [row[0] for _ in range(3 * count) for row in next(stream)[0]["input"].tolist()]
+    epochs = [firsts[at : at + count] for at in range(0, 3 * count, count)]
+    assert all(sorted(epoch) == list(range(0, 4 * count, 4)) for epoch in epochs)
+    other = next(iter(loader(numbered(4 * count + 1), 4, count, seed=seed + 1)))[0]["input"][:, 0].tolist()
+    if count > 12:
+        assert epochs[0] != epochs[1] != epochs[2]
+        assert epochs[0] != other
+
+
+@settings(deadline=None)
+@given(st.integers(1, 25), st.integers(0, 3), st.data())
+def test_a_global_step_reads_the_same_windows_on_any_ranks_and_accumulation(
+    count: int, skip: int, data: st.DataObject
+) -> None:
+    split, runs = numbered(3 * count + 2), []
+    for _ in range(2):
+        world = data.draw(st.sampled_from([1, 2, 3, 4, 6, 12]))
+        batch = data.draw(st.sampled_from([n for n in (1, 2, 3, 4, 6, 12) if 12 % (world * n) == 0]))
+        loaders = [loader(split, 3, batch, world, rank) for rank in range(world)]
+        runs.append([global_step(loaders, 12 // (world * batch)) for _ in range(skip + 2)])
+        assert all(each.state_dict() == {"windows": 12 * (skip + 2)} for each in loaders)
+    assert runs[0] == runs[1]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 20), st.integers(0, 40), st.integers(1, 3), st.integers(1, 3))
+def test_resume_is_bit_identical_within_and_across_epochs(count: int, steps: int, batch: int, world: int) -> None:
+    split = numbered(3 * count + 1, (0, count, 2 * count))
+    for rank in range(world):
+        whole, resumed = (loader(split, 3, batch, world, rank, document_ids=True) for _ in range(2))
+        stream = iter(whole)
+        for _ in range(steps):
+            next(stream)
+        resumed.load_state_dict(whole.state_dict())
+        for _, (inputs, labels), (again, labels_again) in zip(range(5), stream, resumed, strict=False):
+            assert labels.equal(labels_again)
+            assert inputs.keys() == again.keys()
+            assert all(inputs[key].equal(again[key]) for key in inputs)
+
+
+def test_resume_on_other_ranks_through_a_checkpoint_continues_the_order(tmp_path) -> None:
+    split = numbered(3 * 20 + 1)
+    before = [loader(split, 3, 4, 2, rank) for rank in range(2)]
+    for _ in range(4):
+        global_step(before, 1)
+    dcp.save({"dataloader": before[1]}, checkpoint_id=tmp_path, no_dist=True)
+    after = [loader(split, 3, 1, 4, rank) for rank in range(4)]
+    for each in after:
+        dcp.load({"dataloader": each}, checkpoint_id=tmp_path, no_dist=True)
+    for _ in range(4):
+        assert global_step(after, 2) == global_step(before, 1)
+
+
+def test_state_of_another_loader_is_refused() -> None:
+    each = loader(numbered(9), 4, 1)
+    each.load_state_dict({})
+    assert each.state_dict() == {"windows": 0}
+    for wrong in ({"dp_rank_0": b"", "world_size": 1}, {"windows": -1}):
+        with pytest.raises(ValueError, match=r'"windows": n.*another data loader'):
+            each.load_state_dict(wrong)
+
+
+def test_rank_outside_the_world_is_refused() -> None:
+    with pytest.raises(ValueError, match="dp_rank 2, dp_world_size 2"):
+        loader(numbered(9), 4, 1, 2, 2)
+
+
+# a torchtitan job
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """Build a job configuration from TOML, as torchtitan's own entry point does."""
+    sizes = {"tiny": 100, "debug": 256, "big": 512}
+    flavors = {name: SimpleNamespace(vocab_size=size) for name, size in sizes.items()}
+    monkeypatch.setitem(train_spec._extra_train_specs, "toy", SimpleNamespace(model_args=flavors))
+
+    def build_config(
+        training: str = "",
+        dataset: str = "novels",
+        data: str = "",
+        tokenizer: str = "bytes",
+        flavor: str = "debug",
+        more: str = "",
+    ) -> JobConfig:
+        (tmp_path / "job.toml").write_text(
+            f"""
+            [job]
+            custom_config_module = "fla_harmonic.titan.config"
+            [model]
+            name = "toy"
+            flavor = "{flavor}"
+            hf_assets_path = "{tmp_path}"
+            [data]
+            tokenizer = "{tokenizer}"
+            cache_dir = "{tmp_path / "cache"}"
+            {data}
+            [training]
+            dataset = "{dataset}"
+            local_batch_size = 2
+            seq_len = 64
+            steps = 10
+            {training}
+            {more}
+            """
+        )
+        return ConfigManager().parse_args(["--job.config_file", str(tmp_path / "job.toml")])
+
+    return build_config
+
+
+def build(job_config, world: int = 1, rank: int = 0) -> WindowLoader:
+    return build_dataloader(dp_world_size=world, dp_rank=rank, tokenizer=build_tokenizer(job_config), job_config=job_config)
+
+
+def test_job_trains_on_the_packaged_text_with_its_exact_budget_in_the_log(job, caplog) -> None:
+    with caplog.at_level(logging.INFO):
+        dataloader = build(job("global_batch_size = 8"), world=2, rank=1)
+    text = b"\0".join(split_documents(load_documents("novels"), "train"))
+    count = (len(text) - 1) // 64
+    assert f"10 steps x 8 windows x 64 tokens = 5,120 tokens; {80 / count:.2f} epochs of {count:,} windows" in caplog.text
+    inputs, labels = next(iter(dataloader))
+    assert list(inputs) == ["input"]
+    assert inputs["input"].shape == labels.shape == (2, 64)
+    assert all(bytes(row.tolist()) in text for row in inputs["input"])
+
+
+def test_seed_of_the_job_orders_the_windows(job) -> None:
+    batches = [next(iter(build(job(more=more))))[1] for more in ("", "[debug]\nseed = 0", "[debug]\nseed = 1")]
+    assert batches[0].equal(batches[1])
+    assert not batches[0].equal(batches[2])
+
+
+def test_budget_beyond_one_epoch_is_delivered_and_logged(job, tmp_path, caplog) -> None:
+    # 900 bytes train: 14 windows, and 10 steps of 2 read 20
+    (tmp_path / "short.txt").write_bytes(b"some words" * 100)
+    with caplog.at_level(logging.INFO):
+        dataloader = build(job(dataset="text", training=f'dataset_path = "{tmp_path / "short.txt"}"'))
+    assert "1,280 tokens; 1.43 epochs of 14 windows" in caplog.text
+    batches = [labels for _, (_, labels) in zip(range(10), dataloader, strict=False)]
+    assert sum(labels.numel() for labels in batches) == 1280
+    assert dataloader.state_dict() == {"windows": 20}
+
+
+def test_reset_documents_adds_the_document_of_each_token(job, tmp_path, caplog) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "abcdefg"}\n' * 500)
+    path, data = f'dataset_path = "{tmp_path / "a.jsonl"}"', 'reset_documents = true\ntext_field = "body"'
+    config = job(dataset="jsonl", training=path, data=data)
+    inputs, _ = next(iter(build(config)))
+    # the end of text belongs to the document that it ends: eight tokens each
+    assert (inputs["input"][:, 7::8] == 0).all()
+    assert inputs["document_ids"].tolist() == [[at // 8 for at in range(64)]] * 2
+    assert "no effect" not in caplog.text
+    (tmp_path / "a.txt").write_text("one document " * 100)
+    build(job(dataset="text", training=f'dataset_path = "{tmp_path / "a.txt"}"', data="reset_documents = true"))
+    assert "reset_documents has no effect" in caplog.text
+
+
+def test_json_tokenizer_trains_where_the_ids_that_occur_fit_the_model(job, tmp_path) -> None:
+    # the bytes again, with larger ids: 200 for the first one
+    vocab = {character: 200 + n for n, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab={"<|endoftext|>": 0, **vocab}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    inputs, _ = next(iter(build(job(tokenizer="hf", flavor="big"))))
+    text = b"".join(load_documents("novels")).decode()
+    assert all(JsonTokenizer(tmp_path).decode(row) in text for row in inputs["input"])
+    with pytest.raises(ValueError, match=r"token \d+ .* toy debug has vocab_size 256: choose a flavor with at least 456"):
+        build(job(tokenizer="hf", flavor="debug"))
+    # a larger vocabulary is no fault while its ids do not occur
+    check_vocabulary(np.asarray([255]), JsonTokenizer(tmp_path), job(flavor="debug"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"more": "[training.dataloader]\nnum_workers = 2"}, "num_workers = 0, got 2"),
+        ({"training": "global_batch_size = 7"}, r"multiple of .* = 2 x 1, got 7"),
+        ({"flavor": "tiny"}, r"token \d+ \('.'\) occurs in the text, and toy tiny has vocab_size 100"),
+        ({"flavor": "7B"}, r"flavor of toy to be one of tiny, debug, big, got '7B'"),
+    ],
+    ids=["workers", "global-batch", "vocabulary", "flavor"],
+)
+def test_impossible_settings_are_refused(settings: dict[str, str], message: str, job) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(job(**settings))
