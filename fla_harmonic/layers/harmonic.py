@@ -46,6 +46,37 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"`{name}` must be one of {tuple(choices)}; got {value!r}.")
 
 
+def check_sizes(sizes: dict[str, int], optional: dict[str, int | None]) -> None:
+    """Raises a ValueError that names the field unless every size is a positive integer; the optional ones may be `None`."""
+    for name, value in {**sizes, **{name: value for name, value in optional.items() if value is not None}}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
+
+
+def check_widths(
+    hidden_size: int,
+    expand_ratio: float,
+    gate_ratio: int | None,
+    gate_rank: int | None,
+    use_output_proj: bool,
+) -> int:
+    """
+    Returns the number of channels of a level.
+
+    Raises:
+        ValueError: if the options exclude one another, or give a level no channels.
+    """
+    if gate_ratio is not None and gate_rank is not None:
+        raise ValueError(f"`gate_ratio` and `gate_rank` exclude one another; got {gate_ratio} and {gate_rank}. Drop one.")
+    # rounded: 100 * 0.29 is 28.999999999999996
+    level_size = round(hidden_size * expand_ratio) if math.isfinite(expand_ratio) else 0
+    if level_size < 1 or (level_size != hidden_size and not use_output_proj):
+        raise ValueError(
+            f"`expand_ratio` must give at least one channel, and be 1 without `use_output_proj`; got {expand_ratio!r} "
+            f"with hidden_size={hidden_size} and use_output_proj={use_output_proj}.")
+    return level_size
+
+
 class Timescale(nn.Module):
     """
     Bias of a level's gate logits: the timescale of each channel at zero input.
@@ -67,12 +98,13 @@ class Timescale(nn.Module):
         self.timescale = timescale
         self.decay_range = decay_range
         self.bias = nn.Parameter(torch.empty(size))
-        self.bias._no_weight_decay = True
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Spreads the channels log-uniformly over the range of timescales."""
-        if self.bias.is_meta or getattr(self.bias, "_is_hf_initialized", False):
+        # here, because `to_empty` makes a new parameter without the mark
+        self.bias._no_weight_decay = True
+        if self.bias.is_meta:
             return
         low, high = (math.log(tau) for tau in self.timescale)
         a_min, a_max = self.decay_range
@@ -215,17 +247,8 @@ class HarmonicAttention(nn.Module):
         super().__init__()
         check_choice("mode", mode, tuple(MODES))
         check_choice("timescale_mode", timescale_mode, TIMESCALE_MODES)
-        for name, value in {"hidden_size": hidden_size, "gate_ratio": gate_ratio, "gate_rank": gate_rank,
-                            "conv_size": conv_size}.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
-        if gate_ratio is not None and gate_rank is not None:
-            raise ValueError(f"`gate_ratio` and `gate_rank` exclude one another; got {gate_ratio} and {gate_rank}. Drop one.")
-        state_size = int(hidden_size * expand_ratio)
-        if state_size < 1 or (state_size != hidden_size and not use_output_proj):
-            raise ValueError(
-                f"`expand_ratio` must give at least one channel, and be 1 without `use_output_proj`; got {expand_ratio!r} "
-                f"with hidden_size={hidden_size} and use_output_proj={use_output_proj}.")
+        check_sizes({"hidden_size": hidden_size, "conv_size": conv_size}, {"gate_ratio": gate_ratio, "gate_rank": gate_rank})
+        state_size = check_widths(hidden_size, expand_ratio, gate_ratio, gate_rank, use_output_proj)
 
         self.mode = mode
         self.hidden_size = hidden_size

@@ -7,12 +7,20 @@ from fla.modules import GatedMLP as FusedGatedMLP
 
 
 class GatedMLP(FusedGatedMLP):
-    """fla's SwiGLU MLP; in plain torch on the CPU."""
+    """fla's gated MLP, SwiGLU or PowGLU; in plain torch on the CPU."""
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if x.device.type != "cpu":
             return super().forward(x, **kwargs)
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate = self.gate_proj(x)
+        if self.hidden_act == "powlu":
+            # x^(m / (sqrt(x) + 1)) sigmoid(x) where x > 0; the root of a masked entry would have an infinite slope
+            base = torch.where(gate > 0, gate, 1.0)
+            power = base ** (self.powglu_power / (base.sqrt() + 1))
+            gate = torch.where(gate > 0, power, gate) * torch.sigmoid(gate)
+        else:
+            gate = F.silu(gate)
+        return self.down_proj(gate * self.up_proj(x))
 
 
 class MLP(nn.Module):

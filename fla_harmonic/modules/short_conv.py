@@ -46,7 +46,7 @@ class ShortConvolution(FusedShortConvolution):
             return super().forward(x, residual, mask, cache, output_final_state, cu_seqlens, **kwargs)
         if mask is not None:
             if cu_seqlens is not None:
-                raise ValueError("`mask` and `cu_seqlens` exclude one another; got both. Pass packed documents without a mask.")
+                raise ValueError("`mask` and `cu_seqlens` exclude one another; got both. Pack the documents without a mask.")
             x = x * mask.unsqueeze(-1)
         B, T, D = x.shape
         W = self.kernel_size[0]

@@ -6,7 +6,15 @@ from typing import Any
 from fla.models.configuration_utils import AttentionConfig, AttentionConfigBase, validate_loss_config
 from transformers.configuration_utils import PreTrainedConfig
 
-from fla_harmonic.layers.harmonic import MODES, TIMESCALE_MODES, TIMESCALES, check_choice, check_timescales
+from fla_harmonic.layers.harmonic import (
+    MODES,
+    TIMESCALE_MODES,
+    TIMESCALES,
+    check_choice,
+    check_sizes,
+    check_timescales,
+    check_widths,
+)
 
 
 class HarmonicConfig(AttentionConfigBase, PreTrainedConfig):
@@ -65,11 +73,16 @@ class HarmonicConfig(AttentionConfigBase, PreTrainedConfig):
         vocab_size: int = 32000,
         **kwargs: Any,
     ) -> None:
-        for name, value in {"hidden_size": hidden_size, "num_hidden_layers": num_hidden_layers, "vocab_size": vocab_size}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"field `{name}` must be a positive integer; got {value!r}.")
+        check_sizes(
+            {"hidden_size": hidden_size, "num_hidden_layers": num_hidden_layers, "conv_size": conv_size,
+             "vocab_size": vocab_size},
+            {"hidden_ratio": hidden_ratio, "intermediate_size": intermediate_size, "gate_ratio": gate_ratio,
+             "gate_rank": gate_rank})
+        check_widths(hidden_size, expand_ratio, gate_ratio, gate_rank, use_output_proj)
         check_choice("attn_mode", attn_mode, tuple(MODES))
         check_choice("timescale_mode", timescale_mode, TIMESCALE_MODES)
+        # fla's gated MLP knows both activations, the plain one has SiLU
+        check_choice("hidden_act", hidden_act, ("swish", "powlu") if gated_mlp else ("swish",))
         self.hidden_size = hidden_size
         self.expand_ratio = expand_ratio
         self.hidden_ratio = hidden_ratio

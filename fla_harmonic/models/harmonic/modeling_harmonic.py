@@ -120,7 +120,16 @@ class HarmonicModel(HarmonicPreTrainedModel, FLAModel):
 
         self.post_init()
 
-    def forward(self, input_ids: torch.LongTensor | None = None, *args: Any, **kwargs: Any) -> tuple | BaseModelOutputWithPast:
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        *args: Any,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple | BaseModelOutputWithPast:
+        # transformers' `generate` passes the cache under its new name, which fla's bases would drop in silence
+        if cache is not None and kwargs.get("past_key_values") is None:
+            kwargs["past_key_values"] = cache
         if input_ids is not None:
             self._check_token_ids(input_ids)
         return super().forward(input_ids, *args, **kwargs)
@@ -130,9 +139,11 @@ class HarmonicModel(HarmonicPreTrainedModel, FLAModel):
         if input_ids.device.type != "cpu" or torch.compiler.is_compiling() or input_ids.numel() == 0:
             return
         low, high = (int(value) for value in input_ids.aminmax())
-        if low < 0 or high >= self.vocab_size:
+        # not `self.vocab_size`, which `resize_token_embeddings` leaves as it was
+        size = self.embeddings.num_embeddings
+        if low < 0 or high >= size:
             raise ValueError(
-                f"token ids must be in [0, {self.vocab_size}); got {low if low < 0 else high}. "
+                f"token ids must be in [0, {size}); got {low if low < 0 else high}. "
                 "Use the tokenizer that the model was trained with, or a config with a larger `vocab_size`.")
 
 
@@ -145,21 +156,19 @@ class HarmonicForCausalLM(HarmonicPreTrainedModel, FLAForCausalLM, FLAGeneration
         self.model = HarmonicModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self._criterion: nn.Module | None = None
+        # among the modules, where nn.Module's __setattr__ files an assigned criterion before any property sees it
+        self._modules["criterion"] = None
 
         # Initialize weights and apply final processing
         self.post_init()
 
     @property
     def criterion(self) -> nn.Module | None:
-        """The loss; `None` stands for the fused one of the config, which does not run on the CPU."""
-        if self._criterion is None and self.lm_head.weight.device.type == "cpu":
+        """The loss; `None` stands for the fused one of the config, which does not run on the CPU. Can be assigned."""
+        criterion = self._modules["criterion"]
+        if criterion is None and self.lm_head.weight.device.type == "cpu":
             return nn.CrossEntropyLoss()
-        return self._criterion
-
-    @criterion.setter
-    def criterion(self, criterion: nn.Module | None) -> None:
-        self._criterion = criterion
+        return criterion
 
     def _compute_logits_and_loss(
         self,

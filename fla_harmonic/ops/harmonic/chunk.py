@@ -99,7 +99,7 @@ def linear_scan(
 
     Args:
         g (torch.Tensor):
-            Log-decays of shape `[B, T, D]`, `g <= 0`; `-inf` forgets the state.
+            Log-decays of shape `[B, T, D]`, meant to be `<= 0`; `-inf` forgets the state.
         x (torch.Tensor):
             Inputs of shape `[B, T, D]`, of g's dtype and on its device.
         initial_state, output_final_state, cu_seqlens, backend:
@@ -112,13 +112,9 @@ def linear_scan(
             States after the last token, float32 of shape `[N, D]`, or `None`.
 
     Raises:
-        ValueError: for a wrong shape, dtype, device, border or backend, and for a positive log-decay on the CPU.
+        ValueError: for a wrong shape, dtype, device, border or backend.
     """
     _check(("g", g), ("x", x), initial_state, cu_seqlens)
-    if g.device.type == "cpu" and not torch.compiler.is_compiling() and g.numel() and (highest := g.detach().amax()) > 0:
-        raise ValueError(
-            f"`g` must hold log-decays <= 0; got a maximum of {highest.item():.6g}. "
-            "Pass e.g. torch.nn.functional.logsigmoid(logits).")
     h, final_state = scan_op.linear_scan(g, x, initial_state, cu_seqlens, _choose(backend, x), False)
     return h, final_state if output_final_state else None
 
@@ -193,27 +189,27 @@ def _check(
                 f"`initial_state` must be floating point on {a.device}; got {initial_state.dtype} on {initial_state.device}.")
 
 
+def usable_backends(x: torch.Tensor) -> list[str]:
+    """Backends that can scan a tensor of x's device and dtype, the default one first."""
+    if x.dtype == torch.float64:
+        return ["torch"]
+    if x.device.type != "cpu":
+        return ["fla", "torch"]
+    return ["numba", "torch"] if scan_op.HAS_NUMBA else ["torch"]
+
+
 def _choose(backend: str | None, x: torch.Tensor) -> str:
-    on_cpu, double = x.device.type == "cpu", x.dtype == torch.float64
+    usable = usable_backends(x)
     if backend is None:
-        if double:
-            return "torch"
-        if not on_cpu:
-            return "fla"
-        if not scan_op.HAS_NUMBA:
+        if x.device.type == "cpu" and not scan_op.HAS_NUMBA:
             _warn_slow_path()
-            return "torch"
-        return "numba"
+        return usable[0]
     if backend not in BACKENDS:
         raise ValueError(f"`backend` must be None or one of {BACKENDS}; got {backend!r}.")
-    if backend == "numba" and (not on_cpu or double or not scan_op.HAS_NUMBA):
+    if backend not in usable:
         raise ValueError(
-            "backend 'numba' needs numba and CPU tensors that are not float64; "
-            f"got {x.dtype} on {x.device}, numba {'installed' if scan_op.HAS_NUMBA else 'not installed'}. Use 'torch'.")
-    if backend == "fla" and (on_cpu or double):
-        raise ValueError(
-            "backend 'fla' needs a device that Triton serves and tensors that are not float64; "
-            f"got {x.dtype} on {x.device}. Use 'torch'.")
+            f"backend {backend!r} cannot scan {x.dtype} on {x.device}: 'numba' needs a CPU and the package numba, 'fla' a "
+            f"device that Triton serves, and both anything but float64. Use one of {usable}, or None to choose by device.")
     return backend
 
 

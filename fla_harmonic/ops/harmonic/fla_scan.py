@@ -1,5 +1,5 @@
 """
-fla's HGRN kernels as the same three functions as `torch_scan`: CUDA and the other devices that Triton serves.
+fla's HGRN kernels as the same four functions as `torch_scan`: CUDA and the other devices that Triton serves.
 
 `chunk_hgrn` has no gradient to the initial state and none from the final one. Both are had around it: the initial
 state is folded into the first input, the final state is read from the last output, and the adjoint is one more forward
@@ -30,17 +30,33 @@ def harmonic_forward(
     return _scan(torch.log1p(-complement), 1 - complement, complement * value, state, recurrent)
 
 
-def reverse(
+def linear_reverse(
     decay: torch.Tensor,
     dh: torch.Tensor,
     state: torch.Tensor,
     recurrent: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The adjoint; arguments and returns as `torch_scan.reverse`."""
-    # s_t = decay_{t+1} s_{t+1} + dh_t: backwards in time, the decay of a step is that of the token after it
-    step = F.pad(decay[:, 1:], (0, 0, 0, 1), value=1.0).flip(1)
+    """The adjoint; arguments and returns as `torch_scan.linear_reverse`."""
+    step = _of_next_token(decay, 1.0)
     s = _scan(step.log(), step, dh.flip(1), state, recurrent)[0].flip(1)
     return s, decay[:, 0] * s[:, 0]
+
+
+def harmonic_reverse(
+    complement: torch.Tensor,
+    dh: torch.Tensor,
+    state: torch.Tensor,
+    recurrent: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The adjoint for decays `1 - complement`; arguments and returns as `torch_scan.harmonic_reverse`."""
+    step = _of_next_token(complement, 0.0)
+    s = _scan(torch.log1p(-step), 1 - step, dh.flip(1), state, recurrent)[0].flip(1)
+    return s, (1 - complement[:, 0]) * s[:, 0]
+
+
+def _of_next_token(gate: torch.Tensor, open_gate: float) -> torch.Tensor:
+    # s_t = decay_{t+1} s_{t+1} + dh_t: backwards in time, the decay of a step is that of the token after it
+    return F.pad(gate[:, 1:], (0, 0, 0, 1), value=open_gate).flip(1)
 
 
 def _scan(

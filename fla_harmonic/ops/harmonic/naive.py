@@ -1,5 +1,7 @@
 """The oracle: both recurrences as one loop over the tokens, differentiable by autograd, in float32 or float64."""
 
+from itertools import pairwise
+
 import torch
 
 
@@ -69,7 +71,7 @@ def _loop(
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         states = [None] * (len(bounds) - 1) if initial_state is None else initial_state.split(1)
-        parts = [_loop(decay[:, i:j], x[:, i:j], h0, None) for i, j, h0 in zip(bounds, bounds[1:], states, strict=False)]
+        parts = [_loop(decay[:, i:j], x[:, i:j], h0, None) for (i, j), h0 in zip(pairwise(bounds), states, strict=True)]
         return torch.cat([h for h, _ in parts], 1), torch.cat([ht for _, ht in parts])
     h = x.new_zeros(B, D) if initial_state is None else initial_state.to(x)
     outputs = []

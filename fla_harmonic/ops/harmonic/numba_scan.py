@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -50,8 +51,8 @@ def _clamp(x, low, high):
 
 
 @_compile
-def _exp_nonpositive(x):
-    scale, tail = _exp_parts(_clamp(x, _F(-87), _F(0)))
+def _exp(x):
+    scale, tail = _exp_parts(_clamp(x, _F(-87), _F(87)))
     return _F(0) if x < _F(-87) else scale + scale * tail
 
 
@@ -120,7 +121,7 @@ def _linear_forward(g, x, h0, offsets, h, ht, n_lo, n_hi, d_lo, d_hi):
         for t in range(offsets[n], offsets[n + 1]):
             gt, xt, out = g[t, d_lo:d_hi], x[t, d_lo:d_hi], h[t, d_lo:d_hi]
             for i in range(D):
-                new = _exp_nonpositive(gt[i]) * state[i] + xt[i]
+                new = _exp(gt[i]) * state[i] + xt[i]
                 state[i] = new
                 out[i] = new
         ht[n, d_lo:d_hi] = state
@@ -138,7 +139,7 @@ def _linear_backward(g, h, h0, offsets, dh, dht, dg, dx, dh0, n_lo, n_hi, d_lo, 
             for i in range(D):
                 grad = dht_[i] + carry[i]
                 dxt[i] = grad
-                flow = grad * _exp_nonpositive(gt[i])
+                flow = grad * _exp(gt[i])
                 dgt[i] = flow * before[i]
                 carry[i] = flow
         dh0[n, d_lo:d_hi] = carry
@@ -229,8 +230,8 @@ def _tasks(offsets: np.ndarray, D: int, threads: int) -> list[tuple[int, int, in
     # sequence groups of about equal tokens
     cuts = np.searchsorted(offsets, np.arange(1, groups) * tokens / groups)
     bounds = sorted({0, N, *(int(c) for c in cuts)})
-    longest = max((int(offsets[j] - offsets[i]) for i, j in zip(bounds, bounds[1:], strict=False)), default=0)
+    longest = max((int(offsets[j] - offsets[i]) for i, j in pairwise(bounds)), default=0)
     splits = 1 if longest * threads <= 1.25 * tokens else threads
     block = min(MAX_BLOCK, -(-D // splits))
     block = max(LANES, -(-block // LANES) * LANES)
-    return [(i, j, d, min(d + block, D)) for i, j in zip(bounds, bounds[1:], strict=False) for d in range(0, D, block)]
+    return [(i, j, d, min(d + block, D)) for i, j in pairwise(bounds) for d in range(0, D, block)]

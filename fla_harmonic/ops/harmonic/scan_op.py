@@ -92,10 +92,10 @@ def harmonic_scan_backward(
         return torch.empty_like(u), torch.empty_like(v), dfinal.clone()
     packing = _packing(cu_seqlens)
     complement, value = harmonic_gates(u.to(state.dtype), v.to(state.dtype), (a_min, a_max))
-    ds, dstate = _adjoint(1 - complement, dh.to(state.dtype), dfinal, packing, backend, recurrent)
-    sigmoid = torch.sigmoid(u.to(state.dtype))
-    du = ds * (_before(h, state, packing) - value) * ((a_max - a_min) * sigmoid * (1 - sigmoid))
-    dv = ds * complement * (1 - value * value)
+    ds, dstate = _adjoint(complement, True, dh.to(state.dtype), dfinal, packing, backend, recurrent)
+    # sigmoid(x) sigmoid(-x) and not s (1 - s): the slope of a saturated gate or value keeps its bits
+    du = ds * (_before(h, state, packing) - value) * ((a_max - a_min) * _slope(u.to(state.dtype)))
+    dv = ds * complement * (4 * _slope(2 * v.to(state.dtype)))
     return du.to(u.dtype), dv.to(v.dtype), dstate
 
 
@@ -150,7 +150,7 @@ def linear_scan_backward(
         return torch.empty_like(g), torch.empty_like(h), dfinal.clone()
     packing = _packing(cu_seqlens)
     decay = g.to(state.dtype).exp()
-    ds, dstate = _adjoint(decay, dh.to(state.dtype), dfinal, packing, backend, recurrent)
+    ds, dstate = _adjoint(decay, False, dh.to(state.dtype), dfinal, packing, backend, recurrent)
     dg = ds * decay * _before(h, state, packing)
     return dg.to(g.dtype), ds.to(h.dtype), dstate
 
@@ -258,22 +258,28 @@ def _packing(cu_seqlens: torch.Tensor | None) -> _Packing | None:
     return _Packing(documents, bounds[documents], bounds[documents + 1] - 1)
 
 
+def _slope(x: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(x) * torch.sigmoid(-x)
+
+
 def _adjoint(
-    decay: torch.Tensor,
+    gate: torch.Tensor,
+    is_complement: bool,
     dh: torch.Tensor,
     dfinal: torch.Tensor,
     packing: _Packing | None,
     backend: str,
     recurrent: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradient of every state `[B, T, D]` and of the initial states `[N, D]`."""
+    """Gradient of every state `[B, T, D]` and of the initial states `[N, D]`; the gate is the decay or 1 - decay."""
+    reverse = _DENSE[backend].harmonic_reverse if is_complement else _DENSE[backend].linear_reverse
     if packing is None:
-        return _DENSE[backend].reverse(decay, dh, dfinal, recurrent)
+        return reverse(gate, dh, dfinal, recurrent)
     documents, first, last = packing
-    entry = decay[0, first]
-    decay = decay.index_put((torch.zeros_like(first), first), torch.zeros_like(entry))
+    entry = 1 - gate[0, first] if is_complement else gate[0, first]
+    gate = gate.index_put((torch.zeros_like(first), first), torch.full_like(entry, float(is_complement)))
     dh = dh.index_put((torch.zeros_like(last), last), dfinal[documents], accumulate=True)
-    ds, _ = _DENSE[backend].reverse(decay, dh, torch.zeros_like(dfinal[:1]), recurrent)
+    ds, _ = reverse(gate, dh, torch.zeros_like(dfinal[:1]), recurrent)
     return ds, dfinal.index_copy(0, documents, entry * ds[0, first])
 
 

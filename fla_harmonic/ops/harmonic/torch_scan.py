@@ -38,8 +38,11 @@ def harmonic_forward(
     recurrent: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`h_t = h_{t-1} + complement_t (value_t - h_{t-1})` over `[B, T, D]`: the small `1 - A` is never rounded into `A`."""
-    return _forward(lambda h, q, v: torch.lerp(h, v, q), lambda p, q: torch.addcmul(p, p, q, value=-1),
-                    complement, value, state, recurrent)
+    return _forward(lambda h, q, v: torch.lerp(h, v, q), _shrink_by_complement, complement, value, state, recurrent)
+
+
+def _shrink_by_complement(x: torch.Tensor, complement: torch.Tensor) -> torch.Tensor:
+    return torch.addcmul(x, x, complement, value=-1)
 
 
 def _forward(
@@ -77,7 +80,7 @@ def _forward(
     return h, state.clone()
 
 
-def reverse(
+def linear_reverse(
     decay: torch.Tensor,
     dh: torch.Tensor,
     state: torch.Tensor,
@@ -102,21 +105,41 @@ def reverse(
         r_0 (torch.Tensor):
             Gradient of the initial state, of shape `[B, D]`.
     """
+    return _reverse(torch.mul, decay, dh, state, recurrent)
+
+
+def harmonic_reverse(
+    complement: torch.Tensor,
+    dh: torch.Tensor,
+    state: torch.Tensor,
+    recurrent: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The adjoint for decays `1 - complement`, of which the small complement is never rounded into the decay."""
+    return _reverse(_shrink_by_complement, complement, dh, state, recurrent)
+
+
+def _reverse(
+    shrink: Shrink,
+    gate: torch.Tensor,
+    dh: torch.Tensor,
+    state: torch.Tensor,
+    recurrent: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     B, T, D = dh.shape
     length = _chunk_length(T, recurrent)
     chunks = T // length
     s = torch.empty_like(dh)
     for t in range(T - 1, chunks * length - 1, -1):
         s[:, t] = dh[:, t] + state
-        state = decay[:, t] * s[:, t]
+        state = shrink(s[:, t], gate[:, t])
     if chunks:
-        gates, inputs, outputs = (_whole_chunks(y, chunks, length) for y in (decay, dh, s))
+        gates, inputs, outputs = (_whole_chunks(y, chunks, length) for y in (gate, dh, s))
         reached = dh.new_zeros(B, chunks, D)
         product = dh.new_ones(B, chunks, D)
         if chunks > 1:
             for j in range(length - 1, -1, -1):
-                reached = gates[:, :, j] * (reached + inputs[:, :, j])
-                product = product * gates[:, :, j]
+                reached = shrink(reached + inputs[:, :, j], gates[:, :, j])
+                product = shrink(product, gates[:, :, j])
         entering = torch.empty_like(reached)
         entering[:, -1] = state
         for k in range(chunks - 2, -1, -1):
@@ -125,7 +148,7 @@ def reverse(
         for j in range(length - 1, -1, -1):
             grad = inputs[:, :, j] + running
             outputs[:, :, j] = grad
-            running = gates[:, :, j] * grad
+            running = shrink(grad, gates[:, :, j])
         state = running[:, 0]
     return s, state.clone()
 

@@ -1,0 +1,69 @@
+from typing import Any
+
+import pytest
+import torch
+
+from fla_harmonic.ops.harmonic import chunk_harmonic, fused_recurrent_harmonic, linear_scan, scan_op
+
+
+def logits(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape or (1, 4, 2), dtype=dtype)
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "dimensions": (dict(u=logits(4, 2), v=logits(4, 2)), r"`u` must have shape \[B, T, D\]; got \(4, 2\)"),
+    "integers": (dict(u=logits(dtype=torch.int64), v=logits(dtype=torch.int64)), "must be float32, .* got torch.int64"),
+    "shapes": (dict(v=logits(1, 4, 3)), r"`v` must match `u` .*\(1, 4, 2\).*got \(1, 4, 3\)"),
+    "dtypes": (dict(v=logits(dtype=torch.float64)), r"`v` must match `u` .*float32.*got .*float64"),
+    "devices": (dict(v=torch.empty(1, 4, 2, device="meta")), r"`v` must match `u` .*cpu; got .*meta"),
+    "packed batch": (dict(u=logits(2, 4, 2), v=logits(2, 4, 2), cu_seqlens=torch.tensor([0, 4])), "batch of 1; got 2"),
+    "border dimensions": (dict(cu_seqlens=torch.tensor([[0, 4]])), r"shape \[N \+ 1\] .* got torch.int64 of shape \(1, 2\)"),
+    "no document": (dict(cu_seqlens=torch.tensor([0])), r"N >= 1; got torch.int64 of shape \(1,\)"),
+    "border dtype": (dict(cu_seqlens=torch.tensor([0.0, 4.0])), "int32 or int64 .* got torch.float32"),
+    "first border": (dict(cu_seqlens=torch.tensor([1, 4])), r"from 0 to the number of tokens \(4\); got \[1, 4\]"),
+    "last border": (dict(cu_seqlens=torch.tensor([0, 3])), r"from 0 to the number of tokens \(4\); got \[0, 3\]"),
+    "falling borders": (dict(cu_seqlens=torch.tensor([0, 3, 2, 4])), r"must rise .* got \[0, 3, 2, 4\]"),
+    "state shape": (dict(initial_state=torch.zeros(2, 2)), r"shape \[N, D\] = \(1, 2\).* got \(2, 2\)"),
+    "state of documents": (
+        dict(initial_state=torch.zeros(1, 2), cu_seqlens=torch.tensor([0, 2, 4])), r"= \(2, 2\).* got \(1, 2\)"),
+    "state dtype": (dict(initial_state=torch.zeros(1, 2, dtype=torch.int64)), "floating point on cpu; got torch.int64"),
+    "state device": (dict(initial_state=torch.zeros(1, 2, device="meta")), "floating point on cpu; got .* on meta"),
+    "unknown backend": (dict(backend="cuda"), "one of .*'torch'.*; got 'cuda'"),
+    "kernels on the CPU": (dict(backend="fla"), "'fla' cannot scan torch.float32 on cpu"),
+    "double in float32 kernels": (
+        dict(u=logits(dtype=torch.float64), v=logits(dtype=torch.float64), backend="numba"),
+        "'numba' cannot scan torch.float64"),
+}
+
+
+@pytest.mark.parametrize("op", [chunk_harmonic, fused_recurrent_harmonic, linear_scan], ids=lambda op: op.__name__)
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_names_what_was_expected_and_what_came(op, case: str) -> None:
+    arguments, message = CASES[case]
+    arguments = dict(dict(u=logits(), v=logits()), **arguments)
+    if op is linear_scan:
+        arguments["g"], arguments["x"] = arguments.pop("u"), arguments.pop("v")
+        message = message.replace("`u`", "`g`").replace("`v`", "`x`")
+    else:
+        arguments["decay_range"] = (0.5, 0.9)
+    with pytest.raises(ValueError, match=message):
+        op(**arguments)
+
+
+@pytest.mark.parametrize("decay_range", [(0.9, 0.5), (0.5, 0.5), (-0.1, 0.5), (0.5, 1.1), (0.5,), (0.1, 0.2, 0.3), 0.5, None,
+                                         ("a", "b"), (float("nan"), 1)], ids=str)
+def test_impossible_decay_range(decay_range: Any) -> None:
+    with pytest.raises(ValueError, match=r"pair \(a_min, a_max\) with 0 <= a_min < a_max <= 1; got"):
+        chunk_harmonic(logits(), logits(), decay_range)
+
+
+def test_missing_numba_is_named_and_the_default_runs_without_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(scan_op, "HAS_NUMBA", False)
+    u, v = torch.randn(2, 1, 4, 2)
+    with pytest.raises(ValueError, match="'numba' cannot scan"):
+        linear_scan(u, v, backend="numba")
+    h, _ = chunk_harmonic(u, v, (0.5, 0.9))
+    assert torch.equal(h, chunk_harmonic(u, v, (0.5, 0.9), backend="torch")[0])
+    assert "plain torch" in caplog.text
