@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn as nn
@@ -103,7 +103,7 @@ class Timescale(nn.Module):
     def reset_parameters(self) -> None:
         """Spreads the channels log-uniformly over the range of timescales."""
         # here, because `to_empty` makes a new parameter without the mark
-        self.bias._no_weight_decay = True
+        self.bias._no_weight_decay = True  # type: ignore[attr-defined]
         if self.bias.is_meta:
             return
         low, high = (math.log(tau) for tau in self.timescale)
@@ -333,21 +333,22 @@ class HarmonicAttention(nn.Module):
                 output_final_state=keep_states, cu_seqlens=cu_seqlens)
 
         scan = MODES[self.mode]
-        new_states = []
-        below, z, o = x, x, None
-        for index, level in enumerate(self.levels):
+        new_states, outputs = [], []
+        below, z = x, x
+        for index, level in enumerate(cast(Iterable[HarmonicLevel], self.levels)):
             u, v = level(z)
             h, state = scan(u, v, level.decay_range, initial_state=states[index], output_final_state=keep_states,
                             cu_seqlens=cu_seqlens)
             new_states.append(state)
             y = level.norm(h)
-            o = y if o is None else o + y
+            outputs.append(y)
             if index + 1 < len(self.levels):
                 error = below - self.predictions[index](y) if self.use_prediction_error else y
                 z = F.layer_norm(error, error.shape[-1:], eps=self.norm_eps)
                 below = y
 
         update_layer_cache(self, past_key_values, recurrent_state=tuple(new_states), conv_state=conv_state, offset=T)
+        o = sum(outputs[1:], outputs[0])
         if self.use_output_gate:
             o = o * F.silu(self.g_proj(hidden_states))
         if self.use_output_proj:

@@ -114,7 +114,8 @@ class HarmonicConfig(AttentionConfigBase, PreTrainedConfig):
         self.vocab_size = vocab_size
 
         validate_loss_config(fuse_cross_entropy=fuse_cross_entropy, fuse_linear_cross_entropy=fuse_linear_cross_entropy)
-        super().__init__(
+        # a dataclass whose generated signature the type checker does not see
+        super().__init__(  # type: ignore[call-arg]
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,
             eos_token_id=eos_token_id,

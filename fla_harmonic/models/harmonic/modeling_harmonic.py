@@ -50,6 +50,7 @@ class HarmonicBlock(GradientCheckpointingLayer):
                 layer_idx=layer_idx,
             )
         self.mlp_norm = _norm(config)
+        self.mlp: nn.Module
         if config.gated_mlp:
             self.mlp = GatedMLP(
                 hidden_size=config.hidden_size,

@@ -16,7 +16,7 @@ from fla_harmonic.ops.harmonic.naive import harmonic_gates
 try:
     from fla_harmonic.ops.harmonic import numba_scan
 except ImportError:
-    numba_scan = None
+    numba_scan = None  # type: ignore[assignment]
 
 HAS_NUMBA = numba_scan is not None
 # backends that scan [B, T, D] with given decays; numba reads the logits and knows documents itself
