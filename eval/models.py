@@ -1,0 +1,27 @@
+"""Loading a Hugging Face directory for evaluation."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import fla_harmonic  # noqa: F401  (registers its classes with transformers)
+from fla_harmonic.titan.mamba import load_mamba
+
+
+def load(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """
+    The model, in evaluation mode and float32, and the tokenizer of a directory that `fla_harmonic.titan.export` wrote.
+
+    Raises:
+        FileNotFoundError: if the directory has no config.json.
+    """
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(
+            f"expected a Hugging Face directory with config.json at {directory}; found none. "
+            "Write one with `python -m fla_harmonic.titan.export`.")
+    # fla registers a class of its own under the name "mamba"
+    is_mamba = AutoConfig.from_pretrained(directory).model_type == "mamba"
+    model: Any = load_mamba(directory) if is_mamba else AutoModelForCausalLM.from_pretrained(directory)
+    return model.to(torch.float32).eval(), AutoTokenizer.from_pretrained(directory)

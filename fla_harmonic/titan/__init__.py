@@ -1,0 +1,64 @@
+"""
+The torchtitan train specs `harmonic`, `mamba` and `llama`: importing this module registers them.
+
+    [experimental]
+    custom_import = "fla_harmonic.titan"
+
+    [job]
+    custom_config_module = "fla_harmonic.titan.config"
+"""
+
+from collections.abc import Mapping
+
+from fla_harmonic.titan.cpu import check_torchtitan_version, install_cpu_shim
+
+# before an import below meets another torchtitan, or takes over the device of this one
+check_torchtitan_version()
+install_cpu_shim()
+
+# ruff: noqa: E402
+from torchtitan.components.loss import build_cross_entropy_loss
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.models.llama3 import Llama3StateDictAdapter
+from torchtitan.protocols import BaseModelArgs, ModelProtocol, StateDictAdapter, train_spec
+from torchtitan.protocols.train_spec import ParallelizeFunction, TrainSpec
+
+from fla_harmonic.titan.data import build_dataloader
+from fla_harmonic.titan.flavors import HARMONIC, LLAMA, MAMBA
+from fla_harmonic.titan.llama import Llama
+from fla_harmonic.titan.metrics import build_metrics_processor
+from fla_harmonic.titan.model import HFModel, HFStateDictAdapter
+from fla_harmonic.titan.optimizer import build_optimizers
+from fla_harmonic.titan.parallelize import parallelize, parallelize_llama_anywhere
+from fla_harmonic.titan.tokenizer import build_tokenizer
+
+_FAMILIES: dict[str, tuple[type[ModelProtocol], Mapping[str, BaseModelArgs], ParallelizeFunction, type[StateDictAdapter]]] = {
+    "harmonic": (HFModel, HARMONIC, parallelize, HFStateDictAdapter),
+    "mamba": (HFModel, MAMBA, parallelize, HFStateDictAdapter),
+    "llama": (Llama, LLAMA, parallelize_llama_anywhere, Llama3StateDictAdapter),
+}
+
+
+def register_specs() -> None:
+    """Register the three specs with torchtitan. A name that is registered already is left alone."""
+    for name, (model_cls, flavors, parallelize_fn, adapter) in _FAMILIES.items():
+        if name in train_spec._extra_train_specs:
+            continue
+        train_spec.register_train_spec(name, TrainSpec(
+            model_cls=model_cls,
+            model_args=flavors,
+            parallelize_fn=parallelize_fn,
+            pipelining_fn=None,
+            build_optimizers_fn=build_optimizers,
+            build_lr_schedulers_fn=build_lr_schedulers,
+            build_dataloader_fn=build_dataloader,
+            build_tokenizer_fn=build_tokenizer,
+            build_loss_fn=build_cross_entropy_loss,
+            build_metrics_processor_fn=build_metrics_processor,
+            state_dict_adapter=adapter,
+        ))
+
+
+register_specs()
+
+__all__ = ["install_cpu_shim", "register_specs"]

@@ -1,0 +1,84 @@
+"""The Transformer baseline: torchtitan's own Llama, with initial weights that do not depend on the sharding."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torchtitan.config import JobConfig
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.llama3.model.args import RoPEScalingArgs
+from torchtitan.models.llama3.model.model import FeedForward
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fla_harmonic.titan.init import init_from_reference
+from fla_harmonic.titan.parallelize import check_job
+
+
+@dataclass
+class LlamaArgs(TransformerModelArgs):
+    """torchtitan's arguments with plain RoPE (stock torchtitan stretches it for 8,192 tokens and more), and the seed."""
+
+    rope_scaling_args: RoPEScalingArgs = field(default_factory=lambda: RoPEScalingArgs(scaling_factor=1.0))
+    seed: int | None = None
+
+    def update_from_config(self, job_config: JobConfig, **kwargs: object) -> None:
+        """
+        Take sequence length and seed from the job.
+
+        Raises:
+            ValueError: the job asks for what is not supported (see `check_job`).
+        """
+        check_job(job_config, "llama")
+        super().update_from_config(job_config, **kwargs)
+        self.seed = job_config.debug.seed
+
+    def hf_config(self) -> LlamaConfig:
+        """transformers' configuration of the same model; its length limit is the trained length."""
+        with torch.device("meta"):
+            mlp = FeedForward(self.dim, 4 * self.dim, self.multiple_of, self.ffn_dim_multiplier)
+        return LlamaConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.dim,
+            intermediate_size=mlp.w1.out_features,
+            num_hidden_layers=self.n_layers,
+            num_attention_heads=self.n_heads,
+            num_key_value_heads=self.n_kv_heads or self.n_heads,
+            max_position_embeddings=self.max_seq_len,
+            rms_norm_eps=self.norm_eps,
+            rope_parameters=self._rope_parameters(),
+            tie_word_embeddings=False,
+            # ids of the tokenizer, not of Llama's vocabulary: none is assumed
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+
+    def build_hf(self) -> LlamaForCausalLM:
+        """transformers' model of the same architecture; its weights are named and its heads laid out otherwise."""
+        return LlamaForCausalLM(self.hf_config())
+
+    def _rope_parameters(self) -> dict[str, object]:
+        scaling = self.rope_scaling_args
+        if scaling.scaling_factor == 1:
+            return {"rope_type": "default", "rope_theta": float(self.rope_theta)}
+        return {
+            "rope_type": "llama3",
+            "rope_theta": float(self.rope_theta),
+            "factor": scaling.scaling_factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+        }
+
+
+class Llama(Transformer):
+    """torchtitan's `Transformer`."""
+
+    model_args: LlamaArgs
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        """The stock initialisation of the whole model, of which every rank takes its shard."""
+        init_from_reference(self, self._initialized, self.model_args.seed, buffer_device)
+
+    def _initialized(self) -> Transformer:
+        model = Transformer(self.model_args)
+        model.init_weights()
+        return model

@@ -1,0 +1,230 @@
+"""Hugging Face causal language models behind torchtitan's interface: what torchtitan trains is the HF model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import JobConfig
+from torchtitan.protocols import BaseModelArgs, ModelProtocol, StateDictAdapter
+from transformers import MambaConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.mamba.modeling_mamba import MambaMixer
+
+from fla_harmonic.layers import HarmonicAttention
+from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
+from fla_harmonic.titan.init import init_from_reference
+from fla_harmonic.titan.mamba import build_mamba
+from fla_harmonic.titan.optimizer import undecayed_names
+from fla_harmonic.titan.parallelize import check_job
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a kind of HF model is built, and where it keeps what torchtitan calls by name."""
+
+    config_class: type[PreTrainedConfig]
+    build: Callable[[Any], PreTrainedModel]
+    base: str
+    norm: str
+
+    @property
+    def names(self) -> dict[str, str]:
+        """torchtitan's prefixes and the HF prefixes of the same modules."""
+        return {
+            "tok_embeddings": f"{self.base}.embeddings",
+            "layers": f"{self.base}.layers",
+            "norm": f"{self.base}.{self.norm}",
+            "output": "lm_head",
+        }
+
+
+FAMILIES = {
+    "harmonic": Family(HarmonicConfig, HarmonicForCausalLM, base="model", norm="norm"),
+    "mamba": Family(MambaConfig, build_mamba, base="backbone", norm="norm_f"),
+}
+
+
+@dataclass
+class HFModelArgs(BaseModelArgs):
+    """
+    Arguments of an `HFModel`, as plain as JSON.
+
+    Args:
+        family (str):
+            A key of `FAMILIES`.
+        config (dict[str, Any]):
+            Keyword arguments of the family's HF configuration.
+        seed (int | None):
+            Seed of the initial weights; the job's `debug.seed`.
+    """
+
+    family: str = "harmonic"
+    config: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "HFModelArgs":
+        """The arguments that give this configuration again; its `model_type` is the family."""
+        return cls(family=config.model_type, config=config.to_diff_dict())
+
+    def hf_config(self) -> PreTrainedConfig:
+        """
+        The HF configuration.
+
+        Raises:
+            ValueError: embedding and head are tied, which FSDP would shard as two parameters.
+        """
+        config = FAMILIES[self.family].config_class(**self.config)
+        if config.tie_word_embeddings:
+            raise ValueError(
+                f"{self.family}: expected tie_word_embeddings = False, but got True: tied tables are not supported in "
+                "training. Remedy: set tie_word_embeddings=False in the flavor"
+            )
+        return config
+
+    def build_hf(self) -> PreTrainedModel:
+        """The HF model, initialised by itself."""
+        return FAMILIES[self.family].build(self.hf_config())
+
+    @property
+    def vocab_size(self) -> int:
+        return self.hf_config().vocab_size
+
+    @property
+    def n_layers(self) -> int:
+        return self.hf_config().num_hidden_layers
+
+    def update_from_config(self, job_config: JobConfig, **kwargs: object) -> None:
+        """
+        Take the seed from the job.
+
+        Raises:
+            ValueError: the job asks for what is not supported (see `check_job`), or the flavor ties its tables.
+        """
+        check_job(job_config, self.family)
+        self.hf_config()
+        self.seed = job_config.debug.seed
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """
+        Parameters, and floating point operations that training spends on a token whatever the sequence length:
+
+        - 6 for each weight of a linear map or convolution (2 forward, 4 backward); the head counts, the embedding table
+          is a look-up and does not; biases, norms and activations are left out;
+        - 3 times the forward pass of the scan: 2 for each state (multiply by the decay, add the input), and in Mamba 5
+          more for what else it does at the width of the state (step times rate, the input's outer product, the
+          contraction with C). Exponentials count as nothing.
+        """
+        matmul = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | nn.Conv1d))
+        scan = 0
+        for module in model.modules():
+            if isinstance(module, HarmonicAttention):
+                scan += 2 * module.state_size()
+            elif isinstance(module, MambaMixer):
+                scan += 7 * module.A_log.numel()
+        return sum(p.numel() for p in model.parameters()), 6 * matmul + 3 * scan
+
+
+class HFModel(ModelProtocol):
+    """
+    An HF causal language model with its modules under torchtitan's names: `tok_embeddings`, `layers` (by string keys),
+    `norm` and `output`. The blocks, and with them all values and gradients, are those of the HF class.
+
+    Args:
+        model_args (HFModelArgs):
+            Family, configuration and seed.
+    """
+
+    def __init__(self, model_args: HFModelArgs) -> None:
+        super().__init__(model_args)
+        self.model_args = model_args
+        family = FAMILIES[model_args.family]
+        model = model_args.build_hf()
+        base = getattr(model, family.base)
+        self.tok_embeddings = base.embeddings
+        self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(base.layers)})
+        self.norm = getattr(base, family.norm)
+        self.output = model.lm_head
+        # flags on parameters do not survive `to_empty` and FSDP: keep their names
+        self.undecayed = undecayed_names(self.named_parameters())
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        """The HF class's own initialisation of the whole model, of which every rank takes its shard."""
+        init_from_reference(self, lambda: HFModel(self.model_args), self.model_args.seed, buffer_device)
+
+    def get_attention_masks(
+        self,
+        input_batch: torch.Tensor,
+        tokenizer: BaseTokenizer,
+        extra_inputs: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """
+        Raises:
+            TypeError: always; torchtitan takes it for "this model has none".
+        """
+        raise TypeError(f"{self.model_args.family} has no attention masks")
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        attention_masks: None = None,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            tokens (torch.Tensor):
+                Token ids of shape `[B, T]`.
+            attention_masks, positions:
+                torchtitan's arguments of attention; a recurrence uses neither.
+            document_ids (torch.Tensor, Optional):
+                Number of each token's document within its row, of shape `[B, T]`: the state begins anew where it
+                changes. Default: each row is one document.
+
+        Returns:
+            Logits of shape `[B, T, vocab_size]`.
+        """
+        shape = tokens.shape
+        packing = {}
+        if document_ids is not None:
+            tokens = tokens.reshape(1, -1)
+            packing["cu_seqlens"] = document_borders(document_ids)
+        h = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            h = layer(h, **packing)
+            # fla's blocks return their cache along with the hidden states, Mamba's the hidden states alone
+            h = h[0] if isinstance(h, tuple) else h
+        h = self.norm(h)
+        return self.output(h.to(self.output.weight.dtype)).reshape(*shape, -1)
+
+
+def document_borders(document_ids: torch.Tensor) -> torch.Tensor:
+    """Cumulative lengths `[N + 1]` of the documents in `[B, T]`, read row by row; a document ends with its row."""
+    first = torch.ones_like(document_ids, dtype=torch.bool)
+    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    starts = first.flatten().nonzero().flatten()
+    return torch.cat([starts, starts.new_tensor([document_ids.numel()])])
+
+
+class HFStateDictAdapter(StateDictAdapter):
+    """Names of the HF model from those of torchtitan, and back. The tensors are the same."""
+
+    def __init__(self, model_args: HFModelArgs, hf_assets_path: str | None) -> None:
+        super().__init__(model_args, hf_assets_path)
+        self.names = FAMILIES[model_args.family].names
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {_rename(name, self.names): value for name, value in state_dict.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        names = {hf: titan for titan, hf in self.names.items()}
+        return {_rename(name, names): value for name, value in hf_state_dict.items()}
+
+
+def _rename(name: str, prefixes: dict[str, str]) -> str:
+    for old, new in prefixes.items():
+        if name.startswith(old + "."):
+            return new + name[len(old):]
+    raise KeyError(f"expected a name that begins with one of {sorted(prefixes)}, but got {name}")

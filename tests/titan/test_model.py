@@ -1,0 +1,253 @@
+import copy
+import dataclasses
+import importlib
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.train_spec import get_train_spec
+
+import fla_harmonic.titan
+from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
+from fla_harmonic.titan.mamba import build_mamba
+from fla_harmonic.titan.model import HFModel, HFModelArgs, HFStateDictAdapter, document_borders
+from fla_harmonic.titan.parallelize import check_job, parallelize
+
+CONFIGS = Path(__file__).parents[2] / "titan_configs"
+FAMILIES = ["harmonic", "mamba", "llama"]
+HF_BUILDERS = {"harmonic": HarmonicForCausalLM, "mamba": build_mamba}
+
+
+def job(family: str = "harmonic", *overrides: str, size: str = "debug") -> JobConfig:
+    return ConfigManager().parse_args([f"--job.config_file={CONFIGS / f'{family}_{size}.toml'}", *overrides])
+
+
+def build(family: str, flavor: str = "debug") -> HFModel:
+    args = copy.deepcopy(get_train_spec(family).model_args[flavor])
+    args.seed = 0
+    model = HFModel(args)
+    with torch.no_grad():
+        model.init_weights()
+        # no bias or norm at a value that hides it
+        torch.manual_seed(1)
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    return model
+
+
+def test_importing_twice_is_harmless() -> None:
+    spec = get_train_spec("harmonic")
+    importlib.reload(fla_harmonic.titan)
+    fla_harmonic.titan.register_specs()
+    assert get_train_spec("harmonic") is spec
+
+
+@pytest.mark.parametrize(("flavor", "expected"), [
+    ("harmonic debug", 641_920), ("harmonic debug-paper", 625_664), ("mamba debug", 648_704), ("llama debug", 631_680),
+    ("harmonic 28M", 27_965_952), ("harmonic 28M-stack", 27_957_504), ("mamba 28M", 27_921_920), ("llama 28M", 27_994_368),
+])
+def test_parameter_counts_match(flavor: str, expected: int) -> None:
+    family, size = flavor.split()
+    spec = get_train_spec(family)
+    args = copy.deepcopy(spec.model_args[size])
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    assert args.get_nparams_and_flops(model, 1024)[0] == sum(p.numel() for p in model.parameters()) == expected
+    matched = 27_965_952 if size.startswith("28M") else 641_920
+    assert abs(expected / matched - 1) < 0.04
+    assert json.loads(json.dumps(dataclasses.asdict(args))) == dataclasses.asdict(args)
+
+
+def test_flops_count_matrix_products_and_the_scan() -> None:
+    args = get_train_spec("harmonic").model_args["28M"]
+    with torch.device("meta"):
+        flops = args.get_nparams_and_flops(HFModel(args), 8192)[1]
+    # one head, 34 H^2 of linear maps, a multiply and an add for each of 3 H states forward and twice that backward
+    assert flops == 6 * (50257 * 256 + 34 * 256**2) + 3 * 2 * 3 * 256
+    args = get_train_spec("mamba").model_args["debug"]
+    with torch.device("meta"):
+        flops = args.get_nparams_and_flops(HFModel(args), 8192)[1]
+    layer = 128 * 512 + 256 * 4 + 256 * 40 + 8 * 256 + 256 * 128
+    assert flops == 6 * (256 * 128 + 5 * layer) + 3 * 7 * 5 * 256 * 16
+
+
+@pytest.mark.parametrize(("family", "flavor"), [("harmonic", "debug"), ("harmonic", "debug-paper"), ("mamba", "debug")])
+def test_values_and_gradients_are_those_of_the_hf_model(family: str, flavor: str) -> None:
+    model = build(family, flavor)
+    adapter = HFStateDictAdapter(model.model_args, None)
+    hf_model = HF_BUILDERS[family](model.model_args.hf_config())
+    hf_model.load_state_dict(adapter.to_hf(model.state_dict()))
+    tokens, labels = torch.randint(256, (2, 2, 100))
+    logits = model(tokens)
+    hf_logits = hf_model(tokens, use_cache=False).logits
+    assert torch.equal(logits, hf_logits)
+    for x in (logits, hf_logits):
+        F.cross_entropy(x.flatten(0, 1), labels.flatten()).backward()
+    grads = adapter.from_hf({name: p.grad for name, p in hf_model.named_parameters()})
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, grads[name]), name
+
+
+@pytest.mark.parametrize("family", ["harmonic", "mamba"])
+def test_names_go_to_hf_and_back(family: str) -> None:
+    model = build(family)
+    adapter = HFStateDictAdapter(model.model_args, None)
+    state_dict = model.state_dict()
+    hf_names = adapter.to_hf(state_dict).keys()
+    assert hf_names == HF_BUILDERS[family](model.model_args.hf_config()).state_dict().keys()
+    assert adapter.from_hf(adapter.to_hf(state_dict)).keys() == state_dict.keys()
+    with pytest.raises(KeyError, match="rotary"):
+        adapter.to_hf({"rotary.weight": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("flavor", ["debug", "debug-paper"])
+def test_state_resets_at_document_start(flavor: str) -> None:
+    model = build("harmonic", flavor)
+    tokens = torch.randint(256, (2, 60))
+    document_ids = torch.zeros(2, 60, dtype=torch.int32)
+    document_ids[0, 17:], document_ids[0, 40:], document_ids[1, 1:] = 1, 2, 1
+    logits = model(tokens, document_ids=document_ids)
+    assert logits.shape == (2, 60, 256)
+    for row, bounds in enumerate([(0, 17, 40, 60), (0, 1, 60)]):
+        for start, end in itertools.pairwise(bounds):
+            torch.testing.assert_close(logits[row, start:end], model(tokens[row:row + 1, start:end])[0], atol=2e-5, rtol=2e-5)
+    # the gradient across a border is zero, not small
+    embedded: list[torch.Tensor] = []
+    model.tok_embeddings.register_forward_hook(lambda module, inputs, output: embedded.append(output))
+    model(tokens, document_ids=document_ids)[0, 17:40].sum().backward(inputs=embedded_leaf(embedded))
+    grad = embedded[0].grad.view(2, 60, -1)
+    assert grad[0, 17:40].abs().amin(0).max() > 0
+    assert not grad[0, :17].any()
+    assert not grad[0, 40:].any()
+    assert not grad[1].any()
+
+
+def embedded_leaf(embedded: list[torch.Tensor]) -> list[torch.Tensor]:
+    embedded[0].retain_grad()
+    return embedded
+
+
+def test_document_borders_read_row_by_row() -> None:
+    ids = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 2]], dtype=torch.int32)
+    assert document_borders(ids).tolist() == [0, 2, 4, 7, 8]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("override", "message"), [
+    ("--parallelism.context_parallel_degree=2", r"context parallelism .*context_parallel_degree = 2.*shard_degree"),
+    ("--parallelism.tensor_parallel_degree=2", r"tensor parallelism .*tensor_parallel_degree = 2.*shard_degree"),
+    ("--parallelism.pipeline_parallel_degree=2", r"pipeline parallelism .*pipeline_parallel_degree = 2.*shard_degree"),
+    ("--parallelism.expert_parallel_degree=2", r"expert parallelism .*expert_parallel_degree = 2.*shard_degree"),
+    ("--parallelism.data_parallel_replicate_degree=2", r"DDP.*data_parallel_replicate_degree = 2.*shard_degree"),
+    ("--validation.enable", r"validation\.enable = true.*Remedy"),
+    ("--optimizer.early_step_in_backward", r"early_step_in_backward = true.*Remedy"),
+    ("--model.converters=float8", r"model\.converters = \['float8'\].*Remedy"),
+])
+def test_what_is_not_supported_is_refused(family: str, override: str, message: str) -> None:
+    args = copy.deepcopy(get_train_spec(family).model_args["debug"])
+    with pytest.raises(ValueError, match=f"{family}: .*{message}"):
+        args.update_from_config(job(family, override))
+    args.update_from_config(job(family))
+    assert args.seed == 42
+
+
+def test_shards_and_replicas_of_shards_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check_job(job("harmonic"), "harmonic")
+    check_job(job("harmonic", "--parallelism.data_parallel_replicate_degree=2"), "harmonic")
+    with pytest.raises(ValueError, match="DDP"):
+        check_job(job("harmonic", "--parallelism.data_parallel_replicate_degree=4"), "harmonic")
+
+
+@pytest.mark.parametrize("family", ["mamba", "llama"])
+def test_packed_documents_are_for_harmonic_alone(family: str) -> None:
+    check_job(job("harmonic", "--data.reset_documents"), "harmonic")
+    with pytest.raises(ValueError, match=f"{family}: .*reset_documents = true.*Remedy"):
+        check_job(job(family, "--data.reset_documents"), family)
+
+
+def test_tied_tables_are_refused() -> None:
+    args = HFModelArgs.of(HarmonicConfig.paper(hidden_size=32, vocab_size=256, tie_word_embeddings=True))
+    with pytest.raises(ValueError, match=r"tie_word_embeddings = False.*Remedy"):
+        HFModel(args)
+
+
+def test_attention_masks_are_refused_as_the_stock_validator_expects() -> None:
+    with pytest.raises(TypeError):
+        build("harmonic").get_attention_masks(torch.zeros(1, 4), None)
+
+
+def gradients(model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    logits = model(tokens)
+    F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+    return logits, [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("family", ["harmonic", "mamba"])
+@pytest.mark.parametrize("options", [["full"], ["selective", "op"], ["selective", "1"]], ids=" ".join)
+def test_activation_checkpointing_changes_no_bit(family: str, options: list[str]) -> None:
+    overrides = [f"--activation_checkpoint.mode={options[0]}"]
+    overrides += [f"--activation_checkpoint.selective_ac_option={option}" for option in options[1:]]
+    tokens = torch.randint(256, (2, 70))
+    expected, expected_grads = gradients(build(family), tokens)
+    model = parallelize(build(family), one_rank(), job(family, *overrides))
+    assert all("_checkpoint_wrapped_module" in name for name, _ in model.layers.named_parameters())
+    actual, grads = gradients(model, tokens)
+    assert torch.equal(actual, expected)
+    assert all(torch.equal(a, e) for a, e in zip(grads, expected_grads, strict=True))
+
+
+@pytest.mark.parametrize("family", ["harmonic", "mamba"])
+def test_blocks_compile_without_a_graph_break(family: str) -> None:
+    tokens = torch.randint(256, (2, 70))
+    expected, expected_grads = gradients(build(family), tokens)
+    model = parallelize(build(family), one_rank(), job(family, "--compile.enable", "--compile.backend=aot_eager"))
+    actual, grads = gradients(model, tokens)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    for a, e in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(a, e, atol=1e-5, rtol=1e-4)
+
+
+def test_mambas_kernels_refuse_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_job(job("mamba", "--compile.enable"), "mamba")
+    monkeypatch.setattr("fla_harmonic.titan.mamba.HAS_MAMBA_KERNELS", True)
+    monkeypatch.setattr("torchtitan.tools.utils.device_type", "cuda")
+    check_job(job("mamba"), "mamba")
+    check_job(job("mamba", "--compile.enable", "--compile.components=loss"), "mamba")
+    with pytest.raises(ValueError, match=r"mamba: torch\.compile.*Remedy: compile\.enable = false"):
+        check_job(job("mamba", "--compile.enable"), "mamba")
+
+
+def one_rank() -> ParallelDims:
+    return ParallelDims(dp_shard=1, dp_replicate=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+
+
+@pytest.mark.parametrize("size", ["debug", "28m"])
+def test_configs_of_a_size_differ_in_the_model_alone(size: str) -> None:
+    loaded: dict[str, dict[str, Any]] = {}
+    for family in FAMILIES:
+        config = job(family, size=size).to_dict()
+        assert config["model"].pop("name") == family
+        assert config["model"].pop("flavor").lower() == size
+        assert config["job"].pop("dump_folder") == f"./outputs/{family}_{size}"
+        assert config["job"].pop("description")
+        assert config["job"].pop("config_file")
+        loaded[family] = config
+    assert loaded["harmonic"] == loaded["mamba"] == loaded["llama"]
+
+
+def test_the_28m_configs_are_the_papers_protocol() -> None:
+    config = job("harmonic", size="28m")
+    training = config.training
+    assert training.local_batch_size * training.seq_len * training.steps == 65_536_000
+    assert training.max_norm == 1.0
+    assert (config.optimizer.name, config.lr_scheduler.decay_type) == ("AdamW", "cosine")
+    assert 0 < config.lr_scheduler.min_lr_factor < 1
+    assert 0 < config.lr_scheduler.warmup_steps < training.steps
