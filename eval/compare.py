@@ -98,7 +98,9 @@ def run(cell: Cell, folder: Path, threads: int) -> dict[str, object]:
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     config = [f"titan_configs/{cell.family}_debug.toml", f"--job.dump_folder={folder}", f"--training.seq_len={cell.seq_len}",
               f"--training.local_batch_size={cell.batch}", f"--training.steps={cell.steps}",
-              f"--lr_scheduler.warmup_steps={max(1, cell.steps // 10)}", *cell.overrides]
+              f"--lr_scheduler.warmup_steps={max(1, cell.steps // 10)}",
+              # so that the last step is logged
+              f"--metrics.log_freq={max(n for n in range(1, 11) if cell.steps % n == 0)}", *cell.overrides]
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1",
                     "-m", "torchtitan.train", "--job.config_file", *config], env=env, check=True)
     subprocess.run([sys.executable, "-m", "fla_harmonic.titan.export", "--checkpoint", folder / "checkpoint", "--out",
