@@ -31,7 +31,7 @@ class Options:
     seq_lens: tuple[int, ...] = (1024, 4096)
     """Sequence lengths in tokens."""
 
-    tokens: int = 128 * 4096
+    tokens: int = 112 * 4096
     """Token budget of every cell; a multiple of `step_tokens`."""
 
     step_tokens: int = 4096
