@@ -23,9 +23,8 @@ import torch
 from numba import njit
 
 _F = np.float32
-# channels of a task: their state and a token's rows stay in the first-level cache
-MAX_BLOCK = 1024
-LANES = 16
+# channels of a task, a page of memory: their state and a token's rows stay in the first-level cache
+BLOCK = 1024
 HUGE_PAGE = 2 << 20
 MADV_HUGEPAGE = 14
 
@@ -231,12 +230,16 @@ def _madvise() -> Callable[..., int] | None:
 
 def _run(kernel: Callable[..., None], offsets: np.ndarray, D: int, *args: object) -> None:
     threads = torch.get_num_threads()
-    tasks = _tasks(offsets, D, threads)
-    if threads == 1 or len(tasks) == 1:
-        for task in tasks:
+    own, *others = _tasks(offsets, D, threads)
+    if threads == 1 or not others:
+        for task in (own, *others):
             kernel(*args, *task)
         return
-    for done in [_pool(threads, os.getpid()).submit(kernel, *args, *task) for task in tasks]:
+    # this thread works too
+    pool = _pool(threads - 1, os.getpid())
+    waiting = [pool.submit(kernel, *args, *task) for task in others]
+    kernel(*args, *own)
+    for done in waiting:
         done.result()
 
 
@@ -247,14 +250,15 @@ def _pool(threads: int, pid: int) -> ThreadPoolExecutor:
 
 
 def _tasks(offsets: np.ndarray, D: int, threads: int) -> list[tuple[int, int, int, int]]:
-    """Cuts the work into (first sequence, end, first channel, end): whole rows where sequences suffice for the threads."""
+    """
+    Cuts the work into (first sequence, end, first channel, end), at least one.
+
+    Sequences go to threads in groups of about equal tokens, channels in blocks of a page of memory. Narrower blocks are
+    slower than one thread: a scan is bound by memory, which likes to be read in order.
+    """
     N, tokens = len(offsets) - 1, int(offsets[-1])
-    groups = min(threads, N)
-    # sequence groups of about equal tokens
+    groups = max(1, min(threads, N))
     cuts = np.searchsorted(offsets, np.arange(1, groups) * tokens / groups)
     bounds = sorted({0, N, *(int(c) for c in cuts)})
-    longest = max((int(offsets[j] - offsets[i]) for i, j in pairwise(bounds)), default=0)
-    splits = 1 if longest * threads <= 1.25 * tokens else threads
-    block = min(MAX_BLOCK, -(-D // splits))
-    block = max(LANES, -(-block // LANES) * LANES)
-    return [(i, j, d, min(d + block, D)) for i, j in pairwise(bounds) for d in range(0, D, block)]
+    blocks = [(d, min(d + BLOCK, D)) for d in range(0, max(D, 1), BLOCK)]
+    return [(i, j, *block) for i, j in pairwise(bounds) for block in blocks] or [(0, 0, 0, 0)]
