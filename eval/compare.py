@@ -6,12 +6,13 @@ overridden; batch x length x steps is the same in every cell. The trained model 
 scored on the test split. A cell that is done is not run again, so a killed comparison goes on where it stopped.
 """
 
+import hashlib
 import json
 import os
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -19,6 +20,9 @@ import pandas as pd
 import tyro
 
 FAMILIES = ("harmonic", "mamba", "llama")
+# what makes cells comparable
+_SET_HERE = ("--job.", "--training.dataset", "--training.seq_len", "--training.steps", "--training.local_batch_size",
+             "--training.global_batch_size", "--data.", "--model.", "--checkpoint.")
 
 
 @dataclass
@@ -43,8 +47,8 @@ class Options:
     out: Path = Path("outputs/compare")
     """Folder for runs, table and plot."""
 
-    overrides: list[str] = field(default_factory=list)
-    """More torchtitan options for every cell, e.g. `--overrides --optimizer.lr=1e-3`."""
+    overrides: tuple[str, ...] = ()
+    """More torchtitan options for every cell, e.g. `--overrides=--optimizer.lr=1e-3`."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Cell:
     batch: int
     steps: int
     overrides: tuple[str, ...]
+    config: str
+    """Digest of the family's TOML file."""
 
     @property
     def tokens(self) -> int:
@@ -72,8 +78,12 @@ def cells(options: Options) -> list[Cell]:
     for family in options.families:
         if family not in FAMILIES:
             raise ValueError(f"`families` must be of {FAMILIES}; got {family!r}.")
+    for override in options.overrides:
+        if override.startswith(_SET_HERE):
+            raise ValueError(f"`overrides` must leave {_SET_HERE} to the comparison; got {override!r}.")
     planned = [
-        Cell(family, seq_len, options.step_tokens // seq_len, options.tokens // options.step_tokens, tuple(options.overrides))
+        Cell(family, seq_len, options.step_tokens // seq_len, options.tokens // options.step_tokens, options.overrides,
+             hashlib.sha256(config_file(family).read_bytes()).hexdigest())
         for seq_len in options.seq_lens for family in options.families
     ]
     for cell in planned:
@@ -85,18 +95,25 @@ def cells(options: Options) -> list[Cell]:
     return planned
 
 
+def config_file(family: str) -> Path:
+    return Path(f"titan_configs/{family}_debug.toml")
+
+
 def run(cell: Cell, folder: Path, threads: int) -> dict[str, object]:
     """Trains, exports and scores a cell, or reads what an earlier run of the same cell left."""
-    result_file = folder / "result.json"
+    plan_file, result_file = folder / "cell.json", folder / "result.json"
     plan = json.loads(json.dumps(asdict(cell)))
-    if result_file.is_file():
-        result = json.loads(result_file.read_text())
-        if result["cell"] == plan:
-            return result
+    # written first: what a killed run left is resumed by the same cell alone
+    folder.mkdir(parents=True, exist_ok=True)
+    found = json.loads(plan_file.read_text()) if plan_file.is_file() else None if any(folder.iterdir()) else plan
+    if found != plan:
         raise RuntimeError(
-            f"{folder} holds another cell: expected {plan}, found {result['cell']}. Remove it or choose another `--out`.")
+            f"{folder} holds another run: expected {plan}, found {found}. Remove it or choose another `--out`.")
+    plan_file.write_text(json.dumps(plan))
+    if result_file.is_file():
+        return json.loads(result_file.read_text())
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    config = [f"titan_configs/{cell.family}_debug.toml", f"--job.dump_folder={folder}", f"--training.seq_len={cell.seq_len}",
+    config = [str(config_file(cell.family)), f"--job.dump_folder={folder}", f"--training.seq_len={cell.seq_len}",
               f"--training.local_batch_size={cell.batch}", f"--training.steps={cell.steps}",
               f"--lr_scheduler.warmup_steps={max(1, cell.steps // 10)}",
               # so that the last step is logged
@@ -106,14 +123,16 @@ def run(cell: Cell, folder: Path, threads: int) -> dict[str, object]:
     subprocess.run([sys.executable, "-m", "fla_harmonic.titan.export", "--checkpoint", folder / "checkpoint", "--out",
                     folder / "hf", "--config_file", *config], env=env, check=True)
     subprocess.run([sys.executable, "-m", "eval.score", "--model", folder / "hf", "--seq_len", str(cell.seq_len),
-                    "--batch_size", str(cell.batch), "--out", folder / "score.json"], env=env, check=True)
+                    "--batch_size", str(cell.batch), "--out", folder / "score.json", "--config_file", *config],
+                   env=env, check=True)
     steps = curve(folder)
     result = {
         "cell": plan,
         "parameters": parameters(folder / "hf"),
         "score": json.loads((folder / "score.json").read_text()),
         "tokens_seen": int(steps["n_tokens_seen"].iloc[-1]),
-        "tokens_per_second": statistics.median(steps["throughput(tps)"].iloc[1:]),
+        # the first logged step has the start-up in it
+        "tokens_per_second": statistics.median(steps["throughput(tps)"].iloc[min(1, len(steps) - 1):]),
         "peak_memory_gib": float(steps["memory/max_active(GiB)"].max()),
     }
     if result["tokens_seen"] != cell.tokens:
@@ -145,7 +164,8 @@ def table(results: list[dict]) -> str:
         cell = result["cell"]
         lines.append(
             f"| {cell['seq_len']:,} | {cell['family']} | {result['parameters']:,} | {result['tokens_seen']:,} | "
-            f"{result['score']['bits_per_byte']:.3f} | {result['tokens_per_second']:,.0f} | {result['peak_memory_gib']:.2f} |")
+            f"{result['score']['bits_per_byte']:.3f}{' (beyond trained length)' * result['score']['beyond_trained_length']} | "
+            f"{result['tokens_per_second']:,.0f} | {result['peak_memory_gib']:.2f} |")
     return "\n".join(lines)
 
 

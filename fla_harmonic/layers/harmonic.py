@@ -354,7 +354,7 @@ class HarmonicAttention(nn.Module):
         if self.use_output_proj:
             o = self.o_proj(o)
         if kept is not None:
-            o = o.new_zeros(B * T, o.shape[-1]).index_copy(0, kept, o[0]).view(B, T, -1)
+            o = o.new_zeros(B * T, o.shape[-1]).index_copy(0, kept, o[0]).view(B, T, o.shape[-1])
         return o, None, past_key_values
 
     def state_size(self, **kwargs: Any) -> int:
@@ -372,6 +372,10 @@ def _drop_pads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Packs the unmasked tokens of each row into one document: the packed inputs, their indices, and the borders."""
     B, T, _ = hidden_states.shape
+    if attention_mask.is_floating_point():
+        raise ValueError(
+            f"`attention_mask` must be a 0/1 mask of integers or booleans; got {attention_mask.dtype}. An additive mask (0 "
+            "and a large negative number) would be read the wrong way round: pass `mask == 0`.")
     if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
         raise ValueError(
             f"`attention_mask` must be a 0/1 mask of shape [{B}, S] with S >= {T}; got {tuple(attention_mask.shape)}. "

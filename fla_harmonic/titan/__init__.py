@@ -40,9 +40,19 @@ _FAMILIES: dict[str, tuple[type[ModelProtocol], Mapping[str, BaseModelArgs], Par
 
 
 def register_specs() -> None:
-    """Register the three specs with torchtitan. A name that is registered already is left alone."""
+    """
+    Register the three specs with torchtitan, once.
+
+    Raises:
+        RuntimeError: another package has registered one of the names.
+    """
     for name, (model_cls, flavors, parallelize_fn, adapter) in _FAMILIES.items():
-        if name in train_spec._extra_train_specs:
+        if (known := train_spec._extra_train_specs.get(name)) is not None:
+            if known.model_args is not flavors:
+                raise RuntimeError(
+                    f"expected the train spec {name!r} to be free or ours; found that of {known.model_cls.__module__}. "
+                    "Remedy: do not import both in one job"
+                )
             continue
         train_spec.register_train_spec(name, TrainSpec(
             model_cls=model_cls,

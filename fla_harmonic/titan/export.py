@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 import tyro
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config.job_config import Parallelism
 from torchtitan.protocols import ModelProtocol
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools.logging import init_logger, logger
@@ -111,9 +112,8 @@ def export(job_config: JobConfig, checkpoint: Path, out: Path) -> None:
     for config in (hf_model.config, hf_model.generation_config):
         # the defaults are ids of other vocabularies: Mamba's would end every text at GPT-2's "!"
         config.bos_token_id, config.eos_token_id, config.pad_token_id = tokenizer.bos_id, tokenizer.eos_id, None
-    if hasattr(hf_model.config, "max_position_embeddings"):
-        # the length that evaluation tools take for the model's own
-        hf_model.config.max_position_embeddings = job_config.training.seq_len
+    # the length that evaluation tools take for the model's own
+    hf_model.config.max_position_embeddings = job_config.training.seq_len
     hf_model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     logger.info(f"Wrote {job_config.model.name} {job_config.model.flavor} from {checkpoint} to {out}")
@@ -121,6 +121,8 @@ def export(job_config: JobConfig, checkpoint: Path, out: Path) -> None:
 
 def _spec_and_args(job_config: JobConfig) -> tuple[TrainSpec, HFModelArgs | LlamaArgs]:
     spec = get_train_spec(job_config.model.name)
+    # how the checkpoint was trained in parallel does not matter to the one process that reads it
+    job_config.parallelism = Parallelism()
     args: Any = spec.model_args[job_config.model.flavor]
     args.update_from_config(job_config)
     return spec, args

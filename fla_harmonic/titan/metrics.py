@@ -36,9 +36,15 @@ class JSONLLogger(BaseLogger):
         return open(self.path, "a", buffering=1)
 
     def truncate(self, step: int) -> None:
-        """Drop the lines of `step` and later, and a line that a killed run left unfinished: they are written anew."""
+        """
+        Drop the lines of `step` and later, and a line that a killed run left unfinished: they are written anew. A run that
+        begins at step 1 in the folder of another keeps the other's lines in `metrics.jsonl.old`.
+        """
         self.file.close()
-        kept = [line for line in self.path.read_text().splitlines(keepends=True) if _step(line) < step]
+        lines = self.path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if _step(line) < step]
+        if lines and not kept:
+            os.replace(self.path, self.path.with_name(self.path.name + ".old"))
         # the old file stays whole until the new one is complete
         draft = self.path.with_name(self.path.name + ".draft")
         draft.write_text("".join(kept))
@@ -71,6 +77,22 @@ class JSONLMetricsProcessor(MetricsProcessor):
             container.add_logger(self.jsonl)
             self.logger = container
 
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """As torchtitan's, with the tokens of all steps: its own count is wrong after a resume on other ranks."""
+        training, dims = self.job_config.training, self.parallel_dims
+        batch = training.global_batch_size
+        if batch < 0:
+            batch = training.local_batch_size * dims.dp_replicate * dims.dp_shard
+        tokens = {"n_tokens_seen": step * batch * training.seq_len}
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, {**(extra_metrics or {}), **tokens})
+
     def should_log(self, step: int) -> bool:
         # the trainer asks at every step: the first one is where the run starts or resumes, and from there the steps of
         # an earlier run are done anew
@@ -98,5 +120,6 @@ def _number(value: Any) -> Any:
 def _step(line: str) -> float:
     try:
         return json.loads(line)["step"]
-    except json.JSONDecodeError:
+    except (ValueError, KeyError, TypeError):
+        # not a line of ours, or one that a killed run left unfinished
         return math.inf

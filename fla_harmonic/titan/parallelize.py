@@ -70,6 +70,10 @@ def check_job(job_config: JobConfig, family: str) -> None:
             f"{family}: optimizer steps in the backward pass are not supported (no clipping, no parameter groups), but "
             "optimizer.early_step_in_backward = true. Remedy: set it to false"
         )
+    if job_config.fault_tolerance.enable:
+        raise ValueError(
+            f"{family}: torchft is not supported, but fault_tolerance.enable = true. Remedy: fault_tolerance.enable = false"
+        )
     if job_config.model.converters:
         raise ValueError(
             f"{family}: model converters are not supported, but model.converters = {job_config.model.converters}. "

@@ -25,14 +25,31 @@ def test_unknown_family_is_refused() -> None:
 
 
 def test_finished_cell_is_read_and_another_cell_is_refused(tmp_path: Path) -> None:
-    cell = Cell("harmonic", 1024, 4, 2, ())
+    cell = Cell("harmonic", 1024, 4, 2, (), "0")
+    plan = {"family": "harmonic", "seq_len": 1024, "batch": 4, "steps": 2, "overrides": [], "config": "0"}
     result = {
-        "cell": {"family": "harmonic", "seq_len": 1024, "batch": 4, "steps": 2, "overrides": []},
+        "cell": plan,
         "parameters": 5, "tokens_seen": 8192, "tokens_per_second": 1.0, "peak_memory_gib": 0.5,
-        "score": {"bits_per_byte": 2.0},
+        "score": {"bits_per_byte": 2.0, "beyond_trained_length": False},
     }
+    (tmp_path / "cell.json").write_text(json.dumps(plan))
     (tmp_path / "result.json").write_text(json.dumps(result))
     assert run(cell, tmp_path, 1) == result
     assert "| 1,024 | harmonic | 5 | 8,192 | 2.000 |" in table([result])
-    with pytest.raises(RuntimeError, match="holds another cell"):
-        run(Cell("harmonic", 1024, 4, 3, ()), tmp_path, 1)
+    result["score"]["beyond_trained_length"] = True
+    assert "2.000 (beyond trained length)" in table([result])
+    for other in (Cell("harmonic", 1024, 4, 3, (), "0"), Cell("harmonic", 1024, 4, 2, ("--optimizer.lr=1",), "0"),
+                  Cell("harmonic", 1024, 4, 2, (), "1")):
+        with pytest.raises(RuntimeError, match="holds another run"):
+            run(other, tmp_path, 1)
+
+
+def test_checkpoint_of_an_unknown_run_is_not_resumed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    with pytest.raises(RuntimeError, match="holds another run"):
+        run(Cell("harmonic", 1024, 4, 2, (), "0"), tmp_path, 1)
+
+
+def test_options_that_make_cells_comparable_cannot_be_overridden() -> None:
+    with pytest.raises(ValueError, match="leave"):
+        cells(Options(overrides=("--training.steps=7",)))

@@ -31,6 +31,8 @@ class Table(nn.Module):
         elif self.mix == "pool 4":
             pooled = x[:, : x.shape[1] // 4 * 4].unflatten(1, (-1, 4)).mean(2, keepdim=True)
             x = torch.cat([pooled.expand(-1, -1, 4, -1).flatten(1, 2), x[:, pooled.shape[1] * 4:]], 1)
+        elif self.mix == "late" and x.shape[1] > 127:
+            x = x + F.pad(x[:, 127:128].expand(-1, 127, -1), (0, 0, 0, x.shape[1] - 127))
         elif self.mix == "norm over time":
             x = x / x.std(1, keepdim=True)
         return SimpleNamespace(logits=x)
@@ -40,7 +42,23 @@ def split_of(tokens: np.ndarray) -> TokenSplit:
     return TokenSplit(tokens.astype(np.uint8), np.zeros(1, np.int64), len(tokens))
 
 
-@pytest.mark.parametrize("mix", ["shift", "pool 4", "norm over time"])
+def test_score_beyond_the_trained_length_says_so() -> None:
+    model = Table()
+    model.config.max_position_embeddings = 64
+    tokens = split_of(np.arange(200) % 256)
+    assert not score(model, tokens, 64, 1).beyond_trained_length
+    assert score(model, tokens, 65, 1).beyond_trained_length
+
+
+def test_model_with_nan_logits_gets_no_score() -> None:
+    model = Table()
+    with torch.no_grad():
+        model.table.weight.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="not scored"):
+        score(model, split_of(np.arange(100)), 32, 2)
+
+
+@pytest.mark.parametrize("mix", ["shift", "pool 4", "norm over time", "late"])
 def test_model_that_reads_the_future_gets_no_score(mix: str) -> None:
     with pytest.raises(RuntimeError, match="reads the future: not scored"):
         score(Table(mix=mix), split_of(np.arange(100) % 256), 32, 2)

@@ -192,10 +192,18 @@ def test_bad_input_is_named() -> None:
         layer(x[..., :7])
     with pytest.raises(ValueError, match=r"`hidden_states` must have shape \[B, T, 8\]; got \(5, 8\)"):
         layer(x[0])
-    for mask in (torch.ones(2, 4), torch.ones(3, 5), torch.ones(2, 5, 5), torch.ones(5)):
+    for shape in ((2, 4), (3, 5), (2, 5, 5), (5,)):
         with pytest.raises(ValueError, match=r"`attention_mask` must be a 0/1 mask of shape \[2, S\] with S >= 5; got"):
-            layer(x, attention_mask=mask)
+            layer(x, attention_mask=torch.ones(shape, dtype=torch.long))
+    with pytest.raises(ValueError, match="additive mask"):
+        layer(x, attention_mask=torch.zeros(2, 5))
     with pytest.raises(ValueError, match="`cu_seqlens` needs a batch of 1; got 2"):
         layer(x, cu_seqlens=torch.tensor([0, 10]))
     with pytest.raises(ValueError, match="requires `layer_idx`"):
         layer(x, past_key_values=Cache())
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 4), (0, 0)])
+def test_no_tokens_or_no_rows_with_a_mask(shape: tuple[int, int]) -> None:
+    o, _, _ = HarmonicAttention(hidden_size=8)(torch.randn(*shape, 8), attention_mask=torch.ones(shape, dtype=torch.long))
+    assert o.shape == (*shape, 8)

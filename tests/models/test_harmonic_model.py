@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from small_models import VOCAB, config, model, tokens
 
-from fla_harmonic import HarmonicForCausalLM, HarmonicModel
+from fla_harmonic import HarmonicConfig, HarmonicForCausalLM, HarmonicModel
 from fla_harmonic.layers.harmonic import Timescale
 
 presets = pytest.mark.parametrize("preset", ["paper", "stack"])
@@ -274,3 +274,24 @@ def test_compiled_model_equals_eager() -> None:
         expected = lm(x, use_cache=False).logits
         actual = torch.compile(lm.model)(x, use_cache=False)[0] @ lm.lm_head.weight.T
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_generation_continues_from_a_cache() -> None:
+    model = HarmonicForCausalLM(HarmonicConfig(hidden_size=16, num_hidden_layers=2, vocab_size=50)).eval()
+    prompt = torch.randint(50, (2, 9))
+    options = dict(do_sample=False, return_dict_in_generate=True, pad_token_id=0)
+    whole = model.generate(prompt, max_new_tokens=12, **options).sequences
+    first = model.generate(prompt, max_new_tokens=5, **options)
+    second = model.generate(first.sequences, max_new_tokens=7, past_key_values=first.past_key_values, **options)
+    assert torch.equal(second.sequences, whole)
+
+
+def test_gradient_checkpointing_refuses_a_cache_and_makes_none() -> None:
+    model = HarmonicForCausalLM(HarmonicConfig(hidden_size=16, num_hidden_layers=2, vocab_size=50))
+    tokens = torch.randint(50, (2, 9))
+    cache = model.eval()(tokens, use_cache=True).past_key_values
+    model.train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="excludes a cache"):
+        model(tokens, past_key_values=cache)
+    assert model(tokens, use_cache=True).past_key_values is None

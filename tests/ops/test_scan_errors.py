@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from fla_harmonic.ops.harmonic import chunk_harmonic, fused_recurrent_harmonic, linear_scan, scan_op
+from fla_harmonic.ops.harmonic import chunk, chunk_harmonic, fused_recurrent_harmonic, linear_scan, scan_op
 
 
 def logits(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -17,8 +17,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "dtypes": (dict(v=logits(dtype=torch.float64)), r"`v` must match `u` .*float32.*got .*float64"),
     "devices": (dict(v=torch.empty(1, 4, 2, device="meta")), r"`v` must match `u` .*cpu; got .*meta"),
     "packed batch": (dict(u=logits(2, 4, 2), v=logits(2, 4, 2), cu_seqlens=torch.tensor([0, 4])), "batch of 1; got 2"),
-    "border dimensions": (dict(cu_seqlens=torch.tensor([[0, 4]])), r"shape \[N \+ 1\] .* got torch.int64 of shape \(1, 2\)"),
-    "no document": (dict(cu_seqlens=torch.tensor([0])), r"N >= 1; got torch.int64 of shape \(1,\)"),
+    "border dimensions": (dict(cu_seqlens=torch.tensor([[0, 4]])), r"shape \[N \+ 1\]; got torch.int64 of shape \(1, 2\)"),
+    "no document": (dict(cu_seqlens=torch.tensor([0])), r"must rise from 0 to the number of tokens"),
     "border dtype": (dict(cu_seqlens=torch.tensor([0.0, 4.0])), "int32 or int64 .* got torch.float32"),
     "first border": (dict(cu_seqlens=torch.tensor([1, 4])), r"from 0 to the number of tokens \(4\); got \[1, 4\]"),
     "last border": (dict(cu_seqlens=torch.tensor([0, 3])), r"from 0 to the number of tokens \(4\); got \[0, 3\]"),
@@ -61,9 +61,27 @@ def test_missing_numba_is_named_and_the_default_runs_without_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(scan_op, "HAS_NUMBA", False)
+    monkeypatch.setattr(scan_op, "NO_NUMBA", "No module named 'numba'")
+    monkeypatch.setattr(chunk, "_warned", False)
     u, v = torch.randn(2, 1, 4, 2)
     with pytest.raises(ValueError, match="'numba' cannot scan"):
         linear_scan(u, v, backend="numba")
     h, _ = chunk_harmonic(u, v, (0.5, 0.9))
     assert torch.equal(h, chunk_harmonic(u, v, (0.5, 0.9), backend="torch")[0])
+    assert "No module named 'numba'" in caplog.text
     assert "plain torch" in caplog.text
+
+    def compiled(u, v):
+        return chunk_harmonic(u, v, (0.5, 0.9))[0]
+
+    assert torch.equal(torch.compile(compiled, fullgraph=True, backend="aot_eager")(u, v), h)
+
+
+@pytest.mark.parametrize("borders", [[0, 5], [2, 10], [0, 7, 3, 10]])
+def test_wrong_borders_are_refused_in_a_compiled_block_too(borders: list[int]) -> None:
+    def block(u, v, cu_seqlens):
+        return chunk_harmonic(u, v, (0.5, 0.9), cu_seqlens=cu_seqlens, backend="torch")[0]
+
+    u, v = torch.randn(2, 1, 10, 2)
+    with pytest.raises(ValueError, match="must rise from 0"):
+        torch.compile(block, fullgraph=True, backend="aot_eager")(u, v, torch.tensor(borders))

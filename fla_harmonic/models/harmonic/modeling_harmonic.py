@@ -131,6 +131,13 @@ class HarmonicModel(HarmonicPreTrainedModel, FLAModel):
         # transformers' `generate` passes the cache under its new name, which fla's bases would drop in silence
         if cache is not None and kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = cache
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            # the backward pass runs each block again, on a cache that the forward pass has moved on
+            if kwargs.get("past_key_values") is not None:
+                raise ValueError(
+                    "gradient checkpointing in training excludes a cache; got both. Drop `past_key_values`, or call "
+                    "`gradient_checkpointing_disable()`.")
+            kwargs["use_cache"] = False
         if input_ids is not None:
             self._check_token_ids(input_ids)
         return super().forward(input_ids, *args, **kwargs)
@@ -162,6 +169,17 @@ class HarmonicForCausalLM(HarmonicPreTrainedModel, FLAForCausalLM, FLAGeneration
 
         # Initialize weights and apply final processing
         self.post_init()
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        # fla's mixin knows the cache by its old name alone
+        cache = past_key_values if cache is None else cache
+        return super().prepare_inputs_for_generation(input_ids, past_key_values=cache, **kwargs)
 
     @property
     def criterion(self) -> nn.Module | None:

@@ -172,9 +172,9 @@ def _check(
     if cu_seqlens is not None:
         if a.shape[0] != 1:
             raise ValueError(f"`cu_seqlens` needs a batch of 1; got {a.shape[0]}. Flatten the documents into one row first.")
-        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                "`cu_seqlens` must be int32 or int64 of shape [N + 1] with N >= 1; "
+                "`cu_seqlens` must be int32 or int64 of shape [N + 1]; "
                 f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}.")
         if not torch.compiler.is_compiling():
             scan_op.check_cu_seqlens(cu_seqlens, a.shape[1])
@@ -201,7 +201,7 @@ def usable_backends(x: torch.Tensor) -> list[str]:
 def _choose(backend: str | None, x: torch.Tensor) -> str:
     usable = usable_backends(x)
     if backend is None:
-        if x.device.type == "cpu" and not scan_op.HAS_NUMBA:
+        if x.device.type == "cpu" and x.dtype != torch.float64 and not scan_op.HAS_NUMBA:
             _warn_slow_path()
         return usable[0]
     if backend not in BACKENDS:
@@ -213,12 +213,12 @@ def _choose(backend: str | None, x: torch.Tensor) -> str:
     return backend
 
 
-@torch.compiler.disable
 def _warn_slow_path() -> None:
     global _warned
-    if not _warned:
+    if not _warned and not torch.compiler.is_compiling():
         _warned = True
-        logger.warning("numba is not installed: the scan runs in plain torch, slower. Install it with `pip install numba`.")
+        logger.warning("numba cannot be imported (%s): the scan runs in plain torch, slower. Install it with "
+                       "`pip install numba`.", scan_op.NO_NUMBA)
 
 
 _warned = False

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,14 @@ BLOCK = 1024
 HUGE_PAGE = 2 << 20
 MADV_HUGEPAGE = 14
 
-_compile = njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "nsz"})
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:
+        # no folder that the cache could be written to: every process compiles for itself
+        return njit(**options)(function)
 
 
 @_compile

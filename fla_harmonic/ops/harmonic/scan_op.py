@@ -13,10 +13,12 @@ import torch
 from fla_harmonic.ops.harmonic import fla_scan, torch_scan
 from fla_harmonic.ops.harmonic.naive import harmonic_gates
 
+NO_NUMBA = ""
 try:
     from fla_harmonic.ops.harmonic import numba_scan
-except ImportError:
+except ImportError as error:
     numba_scan = None  # type: ignore[assignment]
+    NO_NUMBA = str(error)
 
 HAS_NUMBA = numba_scan is not None
 # backends that scan [B, T, D] with given decays; numba reads the logits and knows documents itself
@@ -54,7 +56,7 @@ def harmonic_scan(
     if u.numel() == 0:
         return torch.empty_like(u), state.clone()
     complement, value = harmonic_gates(u.to(state.dtype), v.to(state.dtype), (a_min, a_max))
-    packing = _packing(cu_seqlens)
+    packing = _packing(cu_seqlens, u.shape[1])
     if packing is None:
         h, final = _DENSE[backend].harmonic_forward(complement, value, state, recurrent)
     else:
@@ -90,7 +92,7 @@ def harmonic_scan_backward(
         return du.view(u.shape).to(u.dtype), dv.view(v.shape).to(v.dtype), dstate
     if u.numel() == 0:
         return torch.empty_like(u), torch.empty_like(v), dfinal.clone()
-    packing = _packing(cu_seqlens)
+    packing = _packing(cu_seqlens, u.shape[1])
     complement, value = harmonic_gates(u.to(state.dtype), v.to(state.dtype), (a_min, a_max))
     ds, dstate = _adjoint(complement, True, dh.to(state.dtype), dfinal, packing, backend, recurrent)
     # sigmoid(x) sigmoid(-x) and not s (1 - s): the slope of a saturated gate or value keeps its bits
@@ -116,7 +118,7 @@ def linear_scan(
     if x.numel() == 0:
         return torch.empty_like(x), state.clone()
     decay, wide = g.to(state.dtype).exp(), x.to(state.dtype)
-    packing = _packing(cu_seqlens)
+    packing = _packing(cu_seqlens, x.shape[1])
     if packing is None:
         h, final = _DENSE[backend].linear_forward(decay, wide, state, recurrent)
     else:
@@ -148,7 +150,7 @@ def linear_scan_backward(
         return dg.view(g.shape).to(g.dtype), dx.view(h.shape).to(h.dtype), dstate
     if h.numel() == 0:
         return torch.empty_like(g), torch.empty_like(h), dfinal.clone()
-    packing = _packing(cu_seqlens)
+    packing = _packing(cu_seqlens, h.shape[1])
     decay = g.to(state.dtype).exp()
     ds, dstate = _adjoint(decay, False, dh.to(state.dtype), dfinal, packing, backend, recurrent)
     dg = ds * decay * _before(h, state, packing)
@@ -250,10 +252,10 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     return bounds
 
 
-def _packing(cu_seqlens: torch.Tensor | None) -> _Packing | None:
+def _packing(cu_seqlens: torch.Tensor | None, tokens: int) -> _Packing | None:
     if cu_seqlens is None:
         return None
-    bounds = cu_seqlens.long()
+    bounds = check_cu_seqlens(cu_seqlens, tokens).to(cu_seqlens.device)
     documents = (bounds.diff() > 0).nonzero().flatten()
     return _Packing(documents, bounds[documents], bounds[documents + 1] - 1)
 
