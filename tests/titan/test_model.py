@@ -148,6 +148,7 @@ def test_document_borders_read_row_by_row() -> None:
     ("--parallelism.data_parallel_replicate_degree=2", r"DDP.*data_parallel_replicate_degree = 2.*shard_degree"),
     ("--validation.enable", r"validation\.enable = true.*Remedy"),
     ("--optimizer.early_step_in_backward", r"early_step_in_backward = true.*Remedy"),
+    ("--fault_tolerance.enable", r"fault_tolerance.enable = true.*Remedy"),
     ("--model.converters=float8", r"model\.converters = \['float8'\].*Remedy"),
 ])
 def test_what_is_not_supported_is_refused(family: str, override: str, message: str) -> None:
