@@ -1,9 +1,11 @@
 """
-Time of the CPU scans over the time of one streaming pass: `python -m benchmarks.scan`.
+Time of the scans over the time of a streaming pass: `python -m benchmarks.scan [--device cuda]`.
 
-The bound is `torch.add` of two inputs into a ready buffer: the bytes that a scan must at least read and write. Scan and
-bound are timed in turn within one process, and the ratio is the median over the rounds, since absolute times say little
-on a shared machine. Nothing is timed unless every backend first agrees with the float64 oracle.
+The bound of a pass is the time to stream the bytes that any scan must read and write: 3 tensors forward (two inputs, the
+states); with backward 5 more for `linear_scan` (log-decays, states, incoming gradient, two gradients) and 6 more for
+`chunk_harmonic`. It is measured as `torch.add` of two inputs into a ready buffer, once beside every timed pass, and scaled
+by tensors; the ratio is the median over the rounds, since absolute times say little on a shared machine. The scans allocate
+what they return. Nothing is timed unless every backend first agrees with the float64 oracle.
 """
 
 import csv
@@ -11,7 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -22,51 +24,87 @@ from fla_harmonic.ops.harmonic import chunk_harmonic, linear_scan, naive_linear_
 from fla_harmonic.ops.harmonic.chunk import usable_backends
 
 DECAY_RANGE = (0.9, 0.999)
-OPS = {
+FORWARD, BOTH = "forward", "forward + backward"
+OPS: dict[str, Callable[..., torch.Tensor]] = {
     "linear_scan": lambda a, b, backend: linear_scan(a, b, backend=backend)[0],
     "chunk_harmonic": lambda a, b, backend: chunk_harmonic(a, b, DECAY_RANGE, backend=backend)[0],
 }
+# tensors of the inputs' size that a pass must move
+TENSORS = {("linear_scan", FORWARD): 3, ("linear_scan", BOTH): 8, ("chunk_harmonic", FORWARD): 3, ("chunk_harmonic", BOTH): 9}
 
 
 @dataclass
 class Options:
     """Sizes and repetitions of the benchmark."""
 
+    device: str = "cpu"
+    """cpu or cuda."""
+
+    dtype: str = "float32"
+    """float32 or bfloat16."""
+
     sizes: list[tuple[int, int, int]] = field(default_factory=lambda: [(16, 1024, 256), (1, 16384, 256), (1, 65536, 256)])
-    """(B, T, D), one row of the table each."""
+    """(B, T, D), one group of rows each."""
+
+    backends: tuple[str, ...] = ()
+    """Backends to time. Default: all that run on the device."""
 
     rounds: int = 7
     """Timed rounds; each times the bound and every scan once."""
 
     threads: int = 2
-    """Threads of torch and of the scans."""
+    """CPU threads of torch and of the scans."""
 
     csv: Path | None = None
     """File for the table, if wanted."""
 
+    png: Path | None = None
+    """File for a plot of it, if wanted."""
 
-def check(backends: list[str]) -> None:
+
+@dataclass
+class Row:
+    """One timed pass: its time over its bound's, its time a token, and how much longer the python loop takes."""
+
+    B: int
+    T: int
+    D: int
+    op: str
+    backend: str
+    direction: str
+    over_bound: float
+    ns_per_token: float
+    loop_over_it: float | None
+
+
+def check(backends: list[str], device: str, dtype: torch.dtype) -> None:
     """Raises a RuntimeError unless every backend agrees with the oracle in float64."""
-    a, b = -torch.rand(2, 300, 24), torch.randn(2, 300, 24)
+    a, b = (x.to(device, dtype) for x in (-torch.rand(2, 300, 24), torch.randn(2, 300, 24)))
     expected = {
         "linear_scan": naive_linear_scan(a.double(), b.double())[0],
         "chunk_harmonic": naive_recurrent_harmonic(a.double(), b.double(), DECAY_RANGE)[0],
     }
+    bound = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     for name, op in OPS.items():
         for backend in backends:
             error = (op(a, b, backend) - expected[name]).abs().max().item()
-            if not error < 1e-5:
-                raise RuntimeError(f"{name} on {backend}: expected the oracle within 1e-5; off by {error:.2e}. Not timed.")
+            if not error < bound:
+                raise RuntimeError(f"{name} on {backend}: expected the oracle within {bound}; off by {error:.2e}. Not timed.")
 
 
-def seconds(run: Callable[[], object]) -> float:
+def seconds(run: Callable[[], object], device: str) -> float:
+    """Wall time of a call, with what it started on the device."""
+    if device != "cpu":
+        torch.cuda.synchronize()
     start = time.perf_counter()
     run()
+    if device != "cpu":
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
 def python_loop(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The recurrence as a user would first write it: one torch expression a token."""
+    """The recurrence as a user would first write it: a torch expression a token."""
     h, out = torch.zeros_like(x[:, 0]), torch.empty_like(x)
     for t in range(x.shape[1]):
         h = torch.exp(g[:, t]) * h + x[:, t]
@@ -74,10 +112,11 @@ def python_loop(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def measure(size: tuple[int, int, int], backends: list[str], rounds: int) -> list[dict[str, object]]:
-    """One row a scan: the median over the rounds of its time over that of the bound, and of the python loop over it."""
-    a, b = -torch.rand(size), torch.randn(size)
-    grad, out = torch.randn(size), torch.empty(size)
+def measure(size: tuple[int, int, int], backends: list[str], options: Options) -> list[Row]:
+    """The rows of one size."""
+    dtype = getattr(torch, options.dtype)
+    a, b, grad = (x.to(options.device, dtype) for x in (-torch.rand(size), torch.randn(size), torch.randn(size)))
+    out = torch.empty_like(a)
     a_grad, b_grad = a.clone().requires_grad_(), b.clone().requires_grad_()
 
     def both(name: str, backend: str) -> None:
@@ -87,45 +126,73 @@ def measure(size: tuple[int, int, int], backends: list[str], rounds: int) -> lis
     runs: dict[tuple[str, str, str], Callable[[], object]] = {}
     for name, op in OPS.items():
         for backend in backends:
-            runs[name, backend, "forward"] = partial(op, a, b, backend)
-            runs[name, backend, "forward + backward"] = partial(both, name, backend)
+            runs[name, backend, FORWARD] = partial(op, a, b, backend)
+            runs[name, backend, BOTH] = partial(both, name, backend)
     for run in runs.values():
         run()
+    times: dict[tuple[str, str, str], list[float]] = {key: [] for key in runs}
     ratios: dict[tuple[str, str, str], list[float]] = {key: [] for key in runs}
-    speedups: dict[tuple[str, str, str], float] = {}
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         for key, run in runs.items():
-            bound = seconds(lambda: torch.add(a, b, out=out))
-            ratios[key].append(seconds(run) / bound)
-    loop = seconds(lambda: python_loop(a, b))
+            bound = seconds(lambda: torch.add(a, b, out=out), options.device) * TENSORS[key[0], key[2]] / 3
+            times[key].append(seconds(run, options.device))
+            ratios[key].append(times[key][-1] / bound)
+    loop = seconds(lambda: python_loop(a, b), options.device)
+    rows = []
     for key in runs:
-        if key[2] == "forward":
-            speedups[key] = loop / statistics.median(seconds(runs[key]) for _ in range(rounds))
-    return [
-        {"B": size[0], "T": size[1], "D": size[2], "op": name, "backend": backend, "pass": direction,
-         "over streaming": round(statistics.median(ratios[name, backend, direction]), 2),
-         "python loop over it": round(speedups[name, backend, direction], 1) if direction == "forward" else ""}
-        for name, backend, direction in runs
-    ]
+        name, backend, direction = key
+        median = statistics.median(times[key])
+        rows.append(Row(*size, name, backend, direction, statistics.median(ratios[key]), median / (size[0] * size[1]) * 1e9,
+                        loop / median if direction == FORWARD else None))
+    return rows
+
+
+def plot(rows: list[Row], title: str, file: Path) -> None:
+    """Time over the bound for every size, a panel a direction."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for axis, direction in zip(axes, (FORWARD, BOTH), strict=True):
+        for name, backend in dict.fromkeys((row.op, row.backend) for row in rows):
+            chosen = [row for row in rows if (row.op, row.backend, row.direction) == (name, backend, direction)]
+            axis.plot([f"{row.B} x {row.T:,} x {row.D}" for row in chosen], [row.over_bound for row in chosen], "o-",
+                      label=f"{name}, {backend}")
+        axis.set(title=direction, yscale="log")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("time over the streaming bound")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
 
 
 def main(options: Options) -> None:
     torch.set_num_threads(options.threads)
-    backends = usable_backends(torch.zeros(1))
-    check(backends)
-    print(f"{platform.processor() or platform.machine()}, {options.threads} threads, torch {torch.__version__}; "
-          f"kernels that ran: {', '.join(backends)}; median of {options.rounds} rounds")
-    rows = [row for size in options.sizes for row in measure(size, backends, options.rounds)]
-    columns = list(rows[0])
-    width = {column: max(len(column), *(len(str(row[column])) for row in rows)) for column in columns}
-    print("  ".join(column.rjust(width[column]) for column in columns))
-    for row in rows:
-        print("  ".join(str(row[column]).rjust(width[column]) for column in columns))
+    dtype = getattr(torch, options.dtype)
+    usable = usable_backends(torch.zeros(1, dtype=dtype, device=options.device))
+    if wrong := set(options.backends) - set(usable):
+        raise ValueError(f"`backends` must be of {usable} on {options.device} with {options.dtype}; got {sorted(wrong)}.")
+    backends = list(options.backends) or usable
+    check(backends, options.device, dtype)
+    machine = torch.cuda.get_device_name() if options.device != "cpu" else platform.processor() or platform.machine()
+    title = (f"{machine}, {options.threads} CPU threads, {options.dtype}, torch {torch.__version__}; kernels that ran: "
+             f"{', '.join(backends)}; median of {options.rounds} rounds")
+    print(title)
+    rows = []
+    print(f"{'B':>4}{'T':>9}{'D':>6}  {'op':16}{'backend':9}{'pass':20}{'over bound':>11}{'ns/token':>10}{'loop over it':>14}")
+    for size in options.sizes:
+        for row in measure(size, backends, options):
+            rows.append(row)
+            loop = "" if row.loop_over_it is None else f"{row.loop_over_it:.1f}"
+            print(f"{row.B:>4}{row.T:>9}{row.D:>6}  {row.op:16}{row.backend:9}{row.direction:20}{row.over_bound:>11.2f}"
+                  f"{row.ns_per_token:>10.1f}{loop:>14}", flush=True)
     if options.csv is not None:
         with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
+            writer = csv.DictWriter(file, list(asdict(rows[0])))
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows(asdict(row) for row in rows)
+    if options.png is not None:
+        plot(rows, title, options.png)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """
-fla's Triton kernels on CPU tensors, run by Triton's interpreter: started by test_interpreted_kernels.py in a process of
-its own, because the interpreter has to be chosen before Triton is imported.
+Our Triton kernels and fla's on CPU tensors, run by Triton's interpreter: started by test_interpreted_kernels.py in a process
+of its own, because the interpreter has to be chosen before Triton is imported.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,10 +17,10 @@ from fla.modules import activations
 from fla.modules.causal_conv1d import ops as conv_kernels
 from fla.modules.norm import layernorm
 from fla.ops.hgrn import chunk, fused_recurrent
-from scans import FLOAT32_BOUND, SCANS, Problem, Scan, assert_equals_oracle, outputs_and_gradients, relative_error
+from scans import FLOAT32_BOUND, SCANS, Problem, assert_equals_oracle, outputs_and_gradients, relative_error
 
 from fla_harmonic.modules import GatedMLP, RMSNorm, ShortConvolution
-from fla_harmonic.ops.harmonic import naive_linear_scan, naive_recurrent_harmonic, scan_op
+from fla_harmonic.ops.harmonic import chunk_harmonic, triton_scan
 
 
 def tensor_range(*bounds: object) -> Iterator[tl.tensor]:
@@ -38,68 +39,102 @@ def _interpretable() -> None:
                 if isinstance(kernel, triton.runtime.Autotuner):
                     kernel.configs = kernel.configs[:1]
                 kernel = kernel.fn
+    # small chunks, so that short inputs have several, and several tiles of them
+    triton_scan.CHUNK, triton_scan.TILE, triton_scan.CHUNK_TILE = 16, 8, 4
 
 
-def harmonic(decay_range: tuple[float, float], recurrent: bool) -> Scan:
-    def run(u, v, initial_state=None, output_final_state=True, cu_seqlens=None):
-        return scan_op.harmonic_scan(u, v, initial_state, cu_seqlens, *decay_range, "fla", recurrent)
-
-    return Scan(run, lambda u, v, **options: naive_recurrent_harmonic(u, v, decay_range, **options), SCANS["medium"].make)
-
-
-def linear(recurrent: bool) -> Scan:
-    def run(g, x, initial_state=None, output_final_state=True, cu_seqlens=None):
-        return scan_op.linear_scan(g, x, initial_state, cu_seqlens, "fla", recurrent)
-
-    return Scan(run, naive_linear_scan, SCANS["linear"].make)
-
-
-KERNELS = {
-    "harmonic-chunk": harmonic((0.9, 0.975), False),
-    "harmonic-recurrent": harmonic((0.992, 0.999), True),
-    "linear-chunk": linear(False),
-    "linear-recurrent": linear(True),
-}
-PROBLEMS = [
-    *(Problem(2, T, 5) for T in (1, 63, 65, 130)),
-    Problem(1, 130, 5, (64, 0, 1, 65)),
-    Problem(1, 130, 37, (1, 129), with_state=False),
+BACKENDS = ("fla", "triton")
+# one, two and many chunks and tiles of chunks, and one token less and more; the interpreter takes milliseconds an element
+SHORT = [
+    *(Problem(2, T, 3) for T in (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 65)),
+    Problem(1, 70, 3, (0, 33, 0, 1, 36, 0)),
+    Problem(1, 33, 5, (1, 32), with_state=False),
+    Problem(2, 33, 3, masked=True),
+    Problem(1, 40, 3, (0, 33, 0, 7, 0), masked=True),
 ]
+# fla's chunks have 128 tokens
+LONG = [Problem(2, T, 3) for T in (127, 128, 129)] + [Problem(1, 130, 37, (1, 129), with_state=False)]
+PROBLEMS = [*(("triton", p) for p in SHORT), *(("fla", p) for p in SHORT[-5:] + LONG)]
+
+backends = pytest.mark.parametrize("backend", BACKENDS)
+scans = pytest.mark.parametrize("name", SCANS)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{p}-packed" if p.lengths else str(p))
-def test_fla_backend_equals_oracle(name: str, problem: Problem) -> None:
-    scan = KERNELS[name]
-    assert_equals_oracle(scan, problem.inputs(scan), FLOAT32_BOUND, cu_seqlens=problem.cu_seqlens)
+@scans
+@pytest.mark.parametrize(("backend", "problem"), PROBLEMS, ids=lambda x: (
+    x if isinstance(x, str) else f"{x}{'-packed' * bool(x.lengths)}{'-masked' * x.masked}"))
+def test_kernels_equal_oracle(name: str, backend: str, problem: Problem) -> None:
+    scan = SCANS[name]
+    assert_equals_oracle(
+        scan, problem.inputs(scan), FLOAT32_BOUND, cu_seqlens=problem.cu_seqlens, mask=problem.mask, backend=backend)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_fla_backend_without_tokens(name: str) -> None:
+@backends
+@scans
+def test_kernels_without_tokens(name: str, backend: str) -> None:
     state = torch.randn(2, 3)
-    h, final = KERNELS[name].run(torch.empty(2, 0, 3), torch.empty(2, 0, 3), state)
+    empty = torch.empty(2, 0, 3)
+    h, final = SCANS[name].run(empty, empty, initial_state=state, output_final_state=True, backend=backend)
     assert h.shape == (2, 0, 3)
     assert torch.equal(final, state)
 
 
-@pytest.mark.parametrize("name", ["linear-chunk", "linear-recurrent"])
-def test_fla_backend_forgets_at_infinite_decay(name: str) -> None:
-    x = torch.randn(1, 130, 5)
+@backends
+def test_kernels_forget_at_infinite_decay(backend: str) -> None:
+    x = torch.randn(1, 40, 3)
     g = torch.full_like(x, -torch.inf)
-    actual = outputs_and_gradients(KERNELS[name].run, [g, x, torch.ones(1, 5)], torch.float32)
+    actual = outputs_and_gradients(SCANS["linear"].run, [g, x, torch.ones(1, 3)], torch.float32, backend=backend)
     assert torch.equal(actual["h"], x)
     assert not actual["d_state"].any()
     assert not actual["d_first"].any()
 
 
-def test_fla_backend_keeps_documents_apart() -> None:
-    problem = Problem(1, 130, 5, (66, 64))
-    scan = KERNELS["harmonic-chunk"]
-    u, v, state = problem.inputs(scan)
-    before = scan.run(u, v, state, cu_seqlens=problem.cu_seqlens)[0]
-    after = scan.run(u, torch.cat([-v[:, :66], v[:, 66:]], 1), state, cu_seqlens=problem.cu_seqlens)[0]
-    assert torch.equal(before[:, 66:], after[:, 66:])
-    assert not torch.equal(before[:, :66], after[:, :66])
+@backends
+@scans
+def test_kernels_keep_documents_apart(name: str, backend: str) -> None:
+    problem = Problem(1, 40, 3, (21, 19))
+    scan = SCANS[name]
+    first, second, state = (x.requires_grad_() for x in problem.inputs(scan))
+    options = dict(initial_state=state, cu_seqlens=problem.cu_seqlens, backend=backend)
+    before = scan.run(first, second, **options)[0]
+    after = scan.run(first, torch.cat([-second[:, :21], second[:, 21:]], 1), **options)[0]
+    assert torch.equal(before[:, 21:], after[:, 21:])
+    assert not torch.equal(before[:, :21], after[:, :21])
+    for gradient in torch.autograd.grad(before[:, 21:].square().sum(), (first, second)):
+        assert not gradient[:, :21].any()
+        assert gradient[:, 21:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@scans
+def test_triton_kernels_in_half_precision_lose_only_the_rounding_of_the_output(name: str, dtype: torch.dtype) -> None:
+    scan = SCANS[name]
+    inputs = [x.to(dtype) for x in Problem(2, 33, 3).inputs(scan)[:2]]
+    state = torch.randn(2, 3)
+    h, final = scan.run(*inputs, initial_state=state, output_final_state=True, backend="triton")
+    expected, state = scan.oracle(*(x.double() for x in inputs), initial_state=state.double(), output_final_state=True)
+    assert h.dtype == dtype
+    assert final.dtype == torch.float32
+    assert relative_error(final, state) < FLOAT32_BOUND
+    assert relative_error(h, expected) < torch.finfo(dtype).eps
+
+
+def test_triton_kernels_repeat_to_the_last_bit() -> None:
+    problem = Problem(1, 40, 3, (20, 0, 1, 19))
+    scan = SCANS["slow"]
+    first, second = (
+        outputs_and_gradients(scan.run, problem.inputs(scan), torch.float32, cu_seqlens=problem.cu_seqlens, backend="triton")
+        for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_triton_kernels_keep_the_bits_of_a_slow_decay() -> None:
+    # 1 - A near 1e-4, constant input: h = 1 - (1 - 1e-4)^T, in which a decay rounded to float32 would err by 3e-4
+    T = 128
+    u, v = torch.full((1, T, 1), 0.0), torch.full((1, T, 1), 20.0)
+    h, _ = chunk_harmonic(u, v, (0.9998, 1.0), backend="triton")
+    expected = -torch.expm1(torch.arange(1, T + 1, dtype=torch.float64) * math.log1p(-1e-4))
+    assert ((h[0, :, 0] - expected) / expected).abs().max() < 1e-5
 
 
 def assert_twins(

@@ -25,7 +25,7 @@ FLOAT32_BOUND = 2e-6
 
 @dataclass(frozen=True)
 class Scan:
-    """`run` and `oracle` take `(first, second, initial_state=, output_final_state=, cu_seqlens=)`."""
+    """`run` and `oracle` take `(first, second, initial_state=, output_final_state=, cu_seqlens=, mask=)`."""
     run: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
     oracle: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
     make: Callable[[tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]]
@@ -64,6 +64,7 @@ class Problem:
     D: int
     lengths: tuple[int, ...] | None = None
     with_state: bool = True
+    masked: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
@@ -72,6 +73,11 @@ class Problem:
     @property
     def cu_seqlens(self) -> torch.Tensor | None:
         return None if self.lengths is None else torch.tensor([0, *self.lengths]).cumsum(0)
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        return torch.rand(self.B, self.T, generator=generator) < 0.6 if self.masked else None
 
     def inputs(self, scan: Scan) -> list[torch.Tensor | None]:
         torch.manual_seed(self.seed)
@@ -83,7 +89,7 @@ class Problem:
 @st.composite
 def problems(draw: st.DrawFn, max_tokens: int = 300) -> Problem:
     D = draw(st.sampled_from((1, 7, 16, 17, 33, 40)))
-    common = dict(D=D, with_state=draw(st.booleans()), seed=draw(st.integers(0, 2**16)))
+    common = dict(D=D, with_state=draw(st.booleans()), masked=draw(st.booleans()), seed=draw(st.integers(0, 2**16)))
     if draw(st.booleans()):
         length = st.one_of(st.just(0), st.sampled_from((1, 63, 64, 65)), st.integers(0, max_tokens // 4))
         lengths = tuple(draw(st.lists(length, min_size=1, max_size=7)))
@@ -112,13 +118,13 @@ def outputs_and_gradients(
     return {"h": h, "final": final, **{f"d_{name}": x for name, x in zip(given, gradients, strict=True)}}
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest error over the largest expected value; infinite for another shape or anything not finite."""
+def relative_error(actual: torch.Tensor, expected: torch.Tensor, scale: float = 0.0) -> float:
+    """Largest error over the largest expected value, or `scale`; infinite for another shape or anything not finite."""
     if actual.shape != expected.shape or not actual.isfinite().all():
         return float("inf")
     if expected.numel() == 0:
         return 0.0
-    error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-30)
+    error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(max(scale, 1e-30))
     return error.item()
 
 
@@ -128,11 +134,14 @@ def assert_equals_oracle(
     bound: float,
     dtype: torch.dtype = torch.float32,
     cu_seqlens: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
     **options: object,
 ) -> None:
     """Compares with the oracle in float64 on the same (float32) numbers: the rounding of inputs does not count."""
-    actual = outputs_and_gradients(scan.run, inputs, dtype, cu_seqlens=cu_seqlens, **options)
-    expected = outputs_and_gradients(scan.oracle, inputs, torch.float64, cu_seqlens=cu_seqlens)
-    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+    actual = outputs_and_gradients(scan.run, inputs, dtype, cu_seqlens=cu_seqlens, mask=mask, **options)
+    expected = outputs_and_gradients(scan.oracle, inputs, torch.float64, cu_seqlens=cu_seqlens, mask=mask)
+    # a final state is one of h, and may be small by chance where it is alone
+    scales = {"final": expected["h"].abs().max().item() if expected["h"].numel() else 0.0}
+    errors = {name: relative_error(actual[name], expected[name], scales.get(name, 0.0)) for name in expected}
     assert all(x.dtype == dtype for x in actual.values())
     assert max(errors.values()) <= bound, errors

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 
-def test_fla_kernels_and_twins_under_the_interpreter() -> None:
+def test_kernels_and_twins_under_the_interpreter() -> None:
     # a process of its own: Triton decides at import whether it interprets
     tests = str(Path(__file__).with_name("interpreted_kernels.py"))
     result = subprocess.run(

@@ -26,7 +26,7 @@ def test_editing_one_document_leaves_the_others_bit_equal(
         x[:, begin:end] *= 3
     other[2][edited] += 1
 
-    options = dict(cu_seqlens=problem.cu_seqlens, backend=backend)
+    options = dict(cu_seqlens=problem.cu_seqlens, mask=problem.mask, backend=backend)
     before = outputs_and_gradients(SCANS[name].run, inputs, torch.float32, **options)
     after = outputs_and_gradients(SCANS[name].run, other, torch.float32, **options)
     for key in before:
@@ -48,7 +48,7 @@ def test_gradient_between_documents_is_exactly_zero(
     read = data.draw(st.integers(0, len(lengths) - 1))
     begin, end = (int(border) for border in problem.cu_seqlens[read:read + 2])
     h, final = SCANS[name].run(first, second, initial_state=state, output_final_state=True,
-                               cu_seqlens=problem.cu_seqlens, backend=backend)
+                               cu_seqlens=problem.cu_seqlens, mask=problem.mask, backend=backend)
     gradients = torch.autograd.grad(h[:, begin:end].square().sum() + final[read].square().sum(), (first, second, state))
     for gradient in gradients[:2]:
         assert not gradient[:, :begin].any()
@@ -77,7 +77,7 @@ def test_state_of_an_empty_document_passes_unchanged(name: str, backend: str) ->
     problem = Problem(1, 5, 4, (0, 5, 0))
     first, second, state = (x.requires_grad_() for x in problem.inputs(SCANS[name]))
     final = SCANS[name].run(first, second, initial_state=state, output_final_state=True,
-                            cu_seqlens=problem.cu_seqlens, backend=backend)[1]
+                            cu_seqlens=problem.cu_seqlens, mask=problem.mask, backend=backend)[1]
     assert torch.equal(final[[0, 2]], state[[0, 2]])
     gradient, = torch.autograd.grad(final[[0, 2]].sum(), state)
     assert torch.equal(gradient, torch.tensor([1.0, 0.0, 1.0])[:, None].expand(3, 4))

@@ -17,7 +17,8 @@ PACKED = Problem(1, 200, 40, (70, 0, 1, 129))
 
 def run(name: str, problem: Problem, backend: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return outputs_and_gradients(
-        SCANS[name].run, problem.inputs(SCANS[name]), dtype, cu_seqlens=problem.cu_seqlens, backend=backend)
+        SCANS[name].run, problem.inputs(SCANS[name]), dtype, cu_seqlens=problem.cu_seqlens, mask=problem.mask,
+        backend=backend)
 
 
 def assert_bit_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -124,7 +125,7 @@ def test_two_python_threads_at_once(backend: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         jobs = [
             pool.submit(outputs_and_gradients, SCANS[name].run, given, torch.float32,
-                        cu_seqlens=problem.cu_seqlens, backend=backend)
+                        cu_seqlens=problem.cu_seqlens, mask=problem.mask, backend=backend)
             for (name, problem), given in zip(work, inputs, strict=True)
         ]
         for job, reference in zip(jobs, expected, strict=True):
@@ -155,8 +156,8 @@ def test_operators_keep_the_contract_of_torch_library(backend: str, borders: tup
     cu_seqlens = None if borders is None else torch.tensor(borders)
     first, second = -torch.rand(1, 9, 5, requires_grad=True), torch.randn(1, 9, 5, requires_grad=True)
     state = torch.randn(1 if borders is None else 3, 5, requires_grad=True)
-    torch.library.opcheck(scan_op.harmonic_scan, (first, second, state, cu_seqlens, 0.5, 0.9, backend, False))
-    torch.library.opcheck(scan_op.linear_scan, (first, second, state, cu_seqlens, backend, False))
+    torch.library.opcheck(scan_op.harmonic_scan, (first, second, state, cu_seqlens, None, 0.5, 0.9, backend, False))
+    torch.library.opcheck(scan_op.linear_scan, (first, second, state, cu_seqlens, None, backend, False))
 
 
 def block(u: torch.Tensor, v: torch.Tensor, state: torch.Tensor, backend: str) -> torch.Tensor:
@@ -170,9 +171,9 @@ def test_activation_checkpointing_changes_no_gradient(
     backend: str, saved: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = []
-    harmonic_gates, forward = scan_op.harmonic_gates, scan_op.numba_scan.harmonic_forward
+    harmonic_gates, forward = scan_op.harmonic_gates, scan_op.numba_scan.forward
     monkeypatch.setattr(scan_op, "harmonic_gates", lambda *args: calls.append("torch") or harmonic_gates(*args))
-    monkeypatch.setattr(scan_op.numba_scan, "harmonic_forward", lambda *args: calls.append("numba") or forward(*args))
+    monkeypatch.setattr(scan_op.numba_scan, "forward", lambda *args: calls.append("numba") or forward(*args))
 
     def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = op is torch.ops.fla_harmonic.harmonic_scan.default

@@ -71,14 +71,15 @@ def test_double_precision_equals_oracle_to_the_last_bits(name: str, problem: Pro
 @given(problem=problems())
 def test_any_shape_and_packing_equals_oracle(name: str, backend: str, problem: Problem) -> None:
     scan = SCANS[name]
-    assert_equals_oracle(scan, problem.inputs(scan), FLOAT32_BOUND, cu_seqlens=problem.cu_seqlens, backend=backend)
+    assert_equals_oracle(
+        scan, problem.inputs(scan), FLOAT32_BOUND, cu_seqlens=problem.cu_seqlens, mask=problem.mask, backend=backend)
 
 
 @scans
 @given(problem=problems())
 def test_any_shape_and_packing_in_double_precision(name: str, problem: Problem) -> None:
     scan = SCANS[name]
-    assert_equals_oracle(scan, problem.inputs(scan), 1e-12, torch.float64, cu_seqlens=problem.cu_seqlens)
+    assert_equals_oracle(scan, problem.inputs(scan), 1e-12, torch.float64, cu_seqlens=problem.cu_seqlens, mask=problem.mask)
 
 
 @pytest.mark.parametrize("lengths", [None, (3, 0, 5, 1)], ids=["dense", "packed"])
@@ -89,7 +90,8 @@ def test_gradcheck(name: str, lengths: tuple[int, ...] | None) -> None:
 
     def run(first: torch.Tensor, second: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return SCANS[name].run(
-            first, second, initial_state=state, output_final_state=True, cu_seqlens=problem.cu_seqlens, backend="torch")
+            first, second, initial_state=state, output_final_state=True, cu_seqlens=problem.cu_seqlens,
+            mask=problem.mask, backend="torch")
 
     assert torch.autograd.gradcheck(run, inputs)
 
@@ -233,3 +235,23 @@ def test_infinite_decay_forgets_everything(backend: str) -> None:
     assert not dg.any()
     assert not dstate.any()
     assert torch.equal(dx[:, :-1], torch.ones_like(x[:, :-1]))
+
+
+@backends
+@scans
+def test_masked_token_leaves_the_state_and_gets_no_gradient(name: str, backend: str) -> None:
+    scan = SCANS[name]
+    problem = Problem(2, 70, 5, masked=True)
+    first, second, state = (x.requires_grad_() for x in problem.inputs(scan))
+    masked = ~problem.mask
+    h, _ = scan.run(first, second, initial_state=state, mask=problem.mask, backend=backend)
+    before = torch.cat([state[:, None], h], 1)[:, :-1]
+    # not to the last bit: where a chunk begins, torch has carried the state on another way
+    torch.testing.assert_close(h[masked], before[masked], rtol=0, atol=1e-6)
+    for gradient in torch.autograd.grad(h.square().sum(), (first, second)):
+        assert not gradient[masked].any()
+        assert gradient[~masked].any()
+    # what stands at a masked token does not matter
+    changed = scan.run(first.masked_fill(masked[..., None], -9), second.masked_fill(masked[..., None], 9),
+                       initial_state=state, mask=problem.mask, backend=backend)[0]
+    assert torch.equal(h, changed)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 
 import torch
 
@@ -9,7 +10,7 @@ from fla_harmonic.ops.harmonic import scan_op
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("torch", "numba", "fla")
+BACKENDS = ("torch", "numba", "fla", "triton")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -21,6 +22,7 @@ def chunk_harmonic(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     backend: str | None = None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     r"""
     The gated recurrence of one Harmonic level (arXiv 2606.24650), parallel over chunks of the sequence:
@@ -47,8 +49,10 @@ def chunk_harmonic(
             Borders of packed documents, int32 or int64 of shape `[N + 1]`, from 0 to T; needs `B = 1`. Documents do not
             see one another. Default: `None`.
         backend (str, Optional):
-            `"torch"` (anywhere), `"numba"` (CPU; not float64) or `"fla"` (fla's Triton kernels; not float64).
-            Default: by device.
+            `"torch"` (anywhere), `"numba"` (CPU), `"triton"` (fused kernels) or `"fla"` (fla's Triton kernels); float64 on
+            torch alone. Default: by device and dtype.
+        mask (torch.Tensor, Optional):
+            0/1 of shape `[B, T]`: at 0 the state stays as it is and the logits get no gradient. Default: all 1.
 
     Returns:
         h (torch.Tensor):
@@ -70,7 +74,7 @@ def chunk_harmonic(
         >>> states.shape
         torch.Size([3, 256])
     """
-    return _harmonic(u, v, decay_range, initial_state, output_final_state, cu_seqlens, backend, recurrent=False)
+    return _harmonic(u, v, decay_range, initial_state, output_final_state, cu_seqlens, backend, mask, recurrent=False)
 
 
 def fused_recurrent_harmonic(
@@ -81,9 +85,10 @@ def fused_recurrent_harmonic(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     backend: str | None = None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`chunk_harmonic`, one token after another: for decoding and short inputs. Same arguments, returns and errors."""
-    return _harmonic(u, v, decay_range, initial_state, output_final_state, cu_seqlens, backend, recurrent=True)
+    return _harmonic(u, v, decay_range, initial_state, output_final_state, cu_seqlens, backend, mask, recurrent=True)
 
 
 def linear_scan(
@@ -93,6 +98,7 @@ def linear_scan(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     backend: str | None = None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
     The bare recurrence `h_t = exp(g_t) h_{t-1} + x_t`, on the same backends as `chunk_harmonic`.
@@ -102,7 +108,7 @@ def linear_scan(
             Log-decays of shape `[B, T, D]`, meant to be `<= 0`; `-inf` forgets the state.
         x (torch.Tensor):
             Inputs of shape `[B, T, D]`, of g's dtype and on its device.
-        initial_state, output_final_state, cu_seqlens, backend:
+        initial_state, output_final_state, cu_seqlens, backend, mask:
             As for `chunk_harmonic`.
 
     Returns:
@@ -114,8 +120,8 @@ def linear_scan(
     Raises:
         ValueError: for a wrong shape, dtype, device, border or backend.
     """
-    _check(("g", g), ("x", x), initial_state, cu_seqlens)
-    h, final_state = scan_op.linear_scan(g, x, initial_state, cu_seqlens, _choose(backend, x), False)
+    _check(("g", g), ("x", x), initial_state, cu_seqlens, mask)
+    h, final_state = scan_op.linear_scan(g, x, initial_state, cu_seqlens, mask, _choose(backend, x), False)
     return h, final_state if output_final_state else None
 
 
@@ -127,11 +133,13 @@ def _harmonic(
     output_final_state: bool,
     cu_seqlens: torch.Tensor | None,
     backend: str | None,
+    mask: torch.Tensor | None,
     recurrent: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    _check(("u", u), ("v", v), initial_state, cu_seqlens)
+    _check(("u", u), ("v", v), initial_state, cu_seqlens, mask)
     a_min, a_max = check_decay_range(decay_range)
-    h, final_state = scan_op.harmonic_scan(u, v, initial_state, cu_seqlens, a_min, a_max, _choose(backend, u), recurrent)
+    h, final_state = scan_op.harmonic_scan(
+        u, v, initial_state, cu_seqlens, mask, a_min, a_max, _choose(backend, u), recurrent)
     return h, final_state if output_final_state else None
 
 
@@ -158,6 +166,7 @@ def _check(
     second: tuple[str, torch.Tensor],
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    mask: torch.Tensor | None,
 ) -> None:
     (name_a, a), (name_b, b) = first, second
     if a.ndim != 3:
@@ -179,6 +188,10 @@ def _check(
         if not torch.compiler.is_compiling():
             scan_op.check_cu_seqlens(cu_seqlens, a.shape[1])
         N = cu_seqlens.shape[0] - 1
+    if mask is not None and (mask.shape != a.shape[:2] or mask.is_floating_point() or mask.device != a.device):
+        raise ValueError(
+            f"`mask` must be a 0/1 integer or boolean mask of shape [B, T] = {tuple(a.shape[:2])} on {a.device}; got "
+            f"{mask.dtype} of shape {tuple(mask.shape)} on {mask.device}.")
     if initial_state is not None:
         if initial_state.shape != (N, a.shape[2]):
             raise ValueError(
@@ -194,8 +207,10 @@ def usable_backends(x: torch.Tensor) -> list[str]:
     if x.dtype == torch.float64:
         return ["torch"]
     if x.device.type != "cpu":
-        return ["fla", "torch"]
-    return ["numba", "torch"] if scan_op.HAS_NUMBA else ["torch"]
+        return ["triton", "fla", "torch"]
+    usable = ["numba", "torch"] if scan_op.HAS_NUMBA else ["torch"]
+    # Triton's interpreter runs the kernels on CPU tensors, for tests
+    return [*usable, "triton", "fla"] if os.environ.get("TRITON_INTERPRET") == "1" else usable
 
 
 def _choose(backend: str | None, x: torch.Tensor) -> str:
@@ -208,8 +223,9 @@ def _choose(backend: str | None, x: torch.Tensor) -> str:
         raise ValueError(f"`backend` must be None or one of {BACKENDS}; got {backend!r}.")
     if backend not in usable:
         raise ValueError(
-            f"backend {backend!r} cannot scan {x.dtype} on {x.device}: 'numba' needs a CPU and the package numba, 'fla' a "
-            f"device that Triton serves, and both anything but float64. Use one of {usable}, or None to choose by device.")
+            f"backend {backend!r} cannot scan {x.dtype} on {x.device}: 'numba' needs a CPU and the package numba, 'triton' "
+            f"and 'fla' a device that Triton serves, and all three anything but float64. "
+            f"Use one of {usable}, or None to choose by device.")
     return backend
 
 

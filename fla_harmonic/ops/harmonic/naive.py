@@ -37,9 +37,10 @@ def naive_linear_scan(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`h_t = exp(g_t) h_{t-1} + x_t`, one token after another. Arguments and returns as `linear_scan`."""
-    h, final_state = _loop(_widen(g).exp(), _widen(x), initial_state, cu_seqlens)
+    h, final_state = _loop(*_unless_masked(_widen(g).exp(), _widen(x), mask), initial_state, cu_seqlens)
     return h.to(x.dtype), final_state if output_final_state else None
 
 
@@ -50,15 +51,27 @@ def naive_recurrent_harmonic(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`h_t = A_t h_{t-1} + (1 - A_t) tanh(v_t)`, one token after another. Arguments and returns as `chunk_harmonic`."""
     complement, value = harmonic_gates(_widen(u), _widen(v), decay_range)
-    h, final_state = _loop(1 - complement, complement * value, initial_state, cu_seqlens)
+    h, final_state = _loop(*_unless_masked(1 - complement, complement * value, mask), initial_state, cu_seqlens)
     return h.to(u.dtype), final_state if output_final_state else None
 
 
 def _widen(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+def _unless_masked(
+    decay: torch.Tensor,
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if mask is None:
+        return decay, x
+    kept = mask.bool().unsqueeze(2)
+    return torch.where(kept, decay, 1.0), torch.where(kept, x, 0.0)
 
 
 def _loop(

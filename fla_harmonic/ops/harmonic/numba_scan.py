@@ -86,13 +86,16 @@ def _tanh(v):
 
 
 @_compile
-def _harmonic_forward(u, v, h0, offsets, q_min, width, h, ht, n_lo, n_hi, d_lo, d_hi):
+def _harmonic_forward(u, v, h0, offsets, kept, q_min, width, h, ht, n_lo, n_hi, d_lo, d_hi):
     D = d_hi - d_lo
     state = np.empty(D, np.float32)
     for n in range(n_lo, n_hi):
         state[:] = h0[n, d_lo:d_hi]
         for t in range(offsets[n], offsets[n + 1]):
             ut, vt, out = u[t, d_lo:d_hi], v[t, d_lo:d_hi], h[t, d_lo:d_hi]
+            if len(kept) and not kept[t]:
+                out[:] = state
+                continue
             for i in range(D):
                 s, _ = _sigmoid_of_minus(ut[i])
                 q = q_min + width * s
@@ -104,13 +107,18 @@ def _harmonic_forward(u, v, h0, offsets, q_min, width, h, ht, n_lo, n_hi, d_lo, 
 
 
 @_compile
-def _harmonic_backward(u, v, h, h0, offsets, dh, dht, q_min, width, du, dv, dh0, n_lo, n_hi, d_lo, d_hi):
+def _harmonic_backward(u, v, h, h0, offsets, kept, dh, dht, q_min, width, du, dv, dh0, n_lo, n_hi, d_lo, d_hi):
     D = d_hi - d_lo
     carry = np.empty(D, np.float32)
     for n in range(n_lo, n_hi):
         carry[:] = dht[n, d_lo:d_hi]
         for t in range(offsets[n + 1] - 1, offsets[n] - 1, -1):
             ut, vt, dht_, dut, dvt = u[t, d_lo:d_hi], v[t, d_lo:d_hi], dh[t, d_lo:d_hi], du[t, d_lo:d_hi], dv[t, d_lo:d_hi]
+            if len(kept) and not kept[t]:
+                dut[:] = 0
+                dvt[:] = 0
+                carry += dht_
+                continue
             before = h[t - 1, d_lo:d_hi] if t > offsets[n] else h0[n, d_lo:d_hi]
             for i in range(D):
                 s, slope = _sigmoid_of_minus(ut[i])
@@ -124,13 +132,16 @@ def _harmonic_backward(u, v, h, h0, offsets, dh, dht, q_min, width, du, dv, dh0,
 
 
 @_compile
-def _linear_forward(g, x, h0, offsets, h, ht, n_lo, n_hi, d_lo, d_hi):
+def _linear_forward(g, x, h0, offsets, kept, h, ht, n_lo, n_hi, d_lo, d_hi):
     D = d_hi - d_lo
     state = np.empty(D, np.float32)
     for n in range(n_lo, n_hi):
         state[:] = h0[n, d_lo:d_hi]
         for t in range(offsets[n], offsets[n + 1]):
             gt, xt, out = g[t, d_lo:d_hi], x[t, d_lo:d_hi], h[t, d_lo:d_hi]
+            if len(kept) and not kept[t]:
+                out[:] = state
+                continue
             for i in range(D):
                 new = _exp(gt[i]) * state[i] + xt[i]
                 state[i] = new
@@ -139,13 +150,18 @@ def _linear_forward(g, x, h0, offsets, h, ht, n_lo, n_hi, d_lo, d_hi):
 
 
 @_compile
-def _linear_backward(g, h, h0, offsets, dh, dht, dg, dx, dh0, n_lo, n_hi, d_lo, d_hi):
+def _linear_backward(g, h, h0, offsets, kept, dh, dht, dg, dx, dh0, n_lo, n_hi, d_lo, d_hi):
     D = d_hi - d_lo
     carry = np.empty(D, np.float32)
     for n in range(n_lo, n_hi):
         carry[:] = dht[n, d_lo:d_hi]
         for t in range(offsets[n + 1] - 1, offsets[n] - 1, -1):
             gt, dht_, dgt, dxt = g[t, d_lo:d_hi], dh[t, d_lo:d_hi], dg[t, d_lo:d_hi], dx[t, d_lo:d_hi]
+            if len(kept) and not kept[t]:
+                dgt[:] = 0
+                dxt[:] = 0
+                carry += dht_
+                continue
             before = h[t - 1, d_lo:d_hi] if t > offsets[n] else h0[n, d_lo:d_hi]
             for i in range(D):
                 grad = dht_[i] + carry[i]
@@ -156,65 +172,64 @@ def _linear_backward(g, h, h0, offsets, dh, dht, dg, dx, dh0, n_lo, n_hi, d_lo, 
         dh0[n, d_lo:d_hi] = carry
 
 
-def harmonic_forward(
-    u: torch.Tensor,
-    v: torch.Tensor,
+def forward(
+    a: torch.Tensor,
+    b: torch.Tensor,
     state: torch.Tensor,
-    offsets: np.ndarray,
-    decay_range: tuple[float, float],
+    offsets: torch.Tensor,
+    decay_range: tuple[float, float] | None,
+    recurrent: bool,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`u, v [tokens, D]`, `state [N, D]`, all float32 and contiguous; returns `h [tokens, D]` and `[N, D]`."""
-    h, final = _fresh(u), torch.empty_like(state)
-    q_min, width = _F(1 - decay_range[1]), _F(decay_range[1] - decay_range[0])
-    arrays = [x.numpy() for x in (u, v, state)]
-    _run(_harmonic_forward, offsets, u.shape[1], *arrays, offsets, q_min, width, h.numpy(), final.numpy())
-    return h, final
-
-
-def harmonic_backward(
-    u: torch.Tensor,
-    v: torch.Tensor,
-    h: torch.Tensor,
-    state: torch.Tensor,
-    offsets: np.ndarray,
-    decay_range: tuple[float, float],
-    dh: torch.Tensor,
-    dstate: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `u`, `v` and the initial state, from those of `h [tokens, D]` and the final state `[N, D]`."""
-    du, dv, dh0 = _fresh(u), _fresh(v), torch.empty_like(state)
-    q_min, width = _F(1 - decay_range[1]), _F(decay_range[1] - decay_range[0])
-    arrays = [x.numpy() for x in (u, v, h, state)]
-    _run(_harmonic_backward, offsets, u.shape[1], *arrays, offsets, dh.numpy(), dstate.numpy(), q_min, width,
-         du.numpy(), dv.numpy(), dh0.numpy())
-    return du, dv, dh0
-
-
-def linear_forward(
-    g: torch.Tensor,
-    x: torch.Tensor,
-    state: torch.Tensor,
-    offsets: np.ndarray,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`g, x [tokens, D]`, `state [N, D]`, all float32 and contiguous; returns `h [tokens, D]` and `[N, D]`."""
+    """Both scans; arguments and returns as `triton_scan.forward`. There is one way to walk: `recurrent` does not matter."""
+    x, y = _wide(a), _wide(b)
     h, final = _fresh(x), torch.empty_like(state)
-    _run(_linear_forward, offsets, x.shape[1], g.numpy(), x.numpy(), state.numpy(), offsets, h.numpy(), final.numpy())
-    return h, final
+    borders, kept_array = offsets.numpy(), _kept_array(kept)
+    if decay_range is None:
+        _run(_linear_forward, borders, a.shape[1], x.numpy(), y.numpy(), state.numpy(), borders, kept_array,
+             h.numpy(), final.numpy())
+    else:
+        _run(_harmonic_forward, borders, a.shape[1], x.numpy(), y.numpy(), state.numpy(), borders, kept_array,
+             *_gate_range(decay_range), h.numpy(), final.numpy())
+    return h.to(a.dtype), final
 
 
-def linear_backward(
-    g: torch.Tensor,
+def backward(
+    a: torch.Tensor,
+    b: torch.Tensor,
     h: torch.Tensor,
     state: torch.Tensor,
-    offsets: np.ndarray,
+    offsets: torch.Tensor,
+    decay_range: tuple[float, float] | None,
     dh: torch.Tensor,
-    dstate: torch.Tensor,
+    dfinal: torch.Tensor,
+    recurrent: bool,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `g`, `x` and the initial state, from those of `h [tokens, D]` and the final state `[N, D]`."""
-    dg, dx, dh0 = _fresh(g), _fresh(g), torch.empty_like(state)
-    _run(_linear_backward, offsets, g.shape[1], g.numpy(), h.numpy(), state.numpy(), offsets, dh.numpy(), dstate.numpy(),
-         dg.numpy(), dx.numpy(), dh0.numpy())
-    return dg, dx, dh0
+    """Gradients of `forward`; arguments and returns as `triton_scan.backward`."""
+    x, out, grad = _wide(a), _wide(h), _wide(dh)
+    da, db, dstate = _fresh(x), _fresh(x), torch.empty_like(state)
+    borders, kept_array = offsets.numpy(), _kept_array(kept)
+    if decay_range is None:
+        _run(_linear_backward, borders, a.shape[1], x.numpy(), out.numpy(), state.numpy(), borders, kept_array,
+             grad.numpy(), dfinal.numpy(), da.numpy(), db.numpy(), dstate.numpy())
+    else:
+        _run(_harmonic_backward, borders, a.shape[1], x.numpy(), _wide(b).numpy(), out.numpy(), state.numpy(), borders,
+             kept_array, grad.numpy(), dfinal.numpy(), *_gate_range(decay_range), da.numpy(), db.numpy(), dstate.numpy())
+    return da.to(a.dtype), db.to(b.dtype), dstate
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.float().contiguous()
+
+
+def _gate_range(decay_range: tuple[float, float]) -> tuple[np.float32, np.float32]:
+    return _F(1 - decay_range[1]), _F(decay_range[1] - decay_range[0])
+
+
+def _kept_array(kept: torch.Tensor | None) -> np.ndarray:
+    # of no length where nothing is masked
+    return np.empty(0, np.uint8) if kept is None else kept.numpy()
 
 
 def _fresh(like: torch.Tensor) -> torch.Tensor:

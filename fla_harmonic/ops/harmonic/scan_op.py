@@ -7,10 +7,9 @@ initial state; decays are computed again.
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from fla_harmonic.ops.harmonic import fla_scan, torch_scan
+from fla_harmonic.ops.harmonic import fla_scan, torch_scan, triton_scan
 from fla_harmonic.ops.harmonic.naive import harmonic_gates
 
 NO_NUMBA = ""
@@ -21,7 +20,9 @@ except ImportError as error:
     NO_NUMBA = str(error)
 
 HAS_NUMBA = numba_scan is not None
-# backends that scan [B, T, D] with given decays; numba reads the logits and knows documents itself
+# backends that read the logits of flattened tokens, and know sequences and masks themselves
+_FUSED = {"triton": triton_scan, "numba": numba_scan}
+# backends that scan [B, T, D] with given decays
 _DENSE = {"torch": torch_scan, "fla": fla_scan}
 
 
@@ -43,6 +44,7 @@ def harmonic_scan(
     v: torch.Tensor,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    mask: torch.Tensor | None,
     a_min: float,
     a_max: float,
     backend: str,
@@ -50,12 +52,13 @@ def harmonic_scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`chunk_harmonic` behind its validation; always returns the final state."""
     state = _state(u, initial_state, cu_seqlens)
-    if backend == "numba":
-        h, final = numba_scan.harmonic_forward(_rows(u), _rows(v), state, _offsets(u, cu_seqlens), (a_min, a_max))
-        return h.view(u.shape).to(u.dtype), final
+    if backend in _FUSED:
+        h, final = _FUSED[backend].forward(
+            _rows(u), _rows(v), state, _borders(u, cu_seqlens), (a_min, a_max), recurrent, _kept(mask))
+        return h.view(u.shape), final
     if u.numel() == 0:
         return torch.empty_like(u), state.clone()
-    complement, value = harmonic_gates(u.to(state.dtype), v.to(state.dtype), (a_min, a_max))
+    complement, value = _masked_gates(u, v, (a_min, a_max), mask)
     packing = _packing(cu_seqlens, u.shape[1])
     if packing is None:
         h, final = _DENSE[backend].harmonic_forward(complement, value, state, recurrent)
@@ -75,6 +78,7 @@ def harmonic_scan_backward(
     h: torch.Tensor,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    mask: torch.Tensor | None,
     dh: torch.Tensor | None,
     dfinal: torch.Tensor | None,
     a_min: float,
@@ -86,18 +90,21 @@ def harmonic_scan_backward(
     state = _state(u, initial_state, cu_seqlens)
     dh = torch.zeros_like(h) if dh is None else dh
     dfinal = torch.zeros_like(state) if dfinal is None else dfinal.to(state.dtype).contiguous()
-    if backend == "numba":
-        du, dv, dstate = numba_scan.harmonic_backward(
-            _rows(u), _rows(v), _rows(h), state, _offsets(u, cu_seqlens), (a_min, a_max), _rows(dh), dfinal)
-        return du.view(u.shape).to(u.dtype), dv.view(v.shape).to(v.dtype), dstate
+    if backend in _FUSED:
+        du, dv, dstate = _FUSED[backend].backward(
+            _rows(u), _rows(v), _rows(h), state, _borders(u, cu_seqlens), (a_min, a_max), _rows(dh), dfinal, recurrent,
+            _kept(mask))
+        return du.view(u.shape), dv.view(v.shape), dstate
     if u.numel() == 0:
         return torch.empty_like(u), torch.empty_like(v), dfinal.clone()
     packing = _packing(cu_seqlens, u.shape[1])
-    complement, value = harmonic_gates(u.to(state.dtype), v.to(state.dtype), (a_min, a_max))
+    complement, value = _masked_gates(u, v, (a_min, a_max), mask)
     ds, dstate = _adjoint(complement, True, dh.to(state.dtype), dfinal, packing, backend, recurrent)
     # sigmoid(x) sigmoid(-x) and not s (1 - s): the slope of a saturated gate or value keeps its bits
     du = ds * (_before(h, state, packing) - value) * ((a_max - a_min) * _slope(u.to(state.dtype)))
     dv = ds * complement * (4 * _slope(2 * v.to(state.dtype)))
+    if mask is not None:
+        du = du * mask.unsqueeze(2)
     return du.to(u.dtype), dv.to(v.dtype), dstate
 
 
@@ -107,17 +114,21 @@ def linear_scan(
     x: torch.Tensor,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    mask: torch.Tensor | None,
     backend: str,
     recurrent: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`linear_scan` behind its validation; always returns the final state."""
     state = _state(x, initial_state, cu_seqlens)
-    if backend == "numba":
-        h, final = numba_scan.linear_forward(_rows(g), _rows(x), state, _offsets(x, cu_seqlens))
-        return h.view(x.shape).to(x.dtype), final
+    if backend in _FUSED:
+        h, final = _FUSED[backend].forward(
+            _rows(g), _rows(x), state, _borders(x, cu_seqlens), None, recurrent, _kept(mask))
+        return h.view(x.shape), final
     if x.numel() == 0:
         return torch.empty_like(x), state.clone()
-    decay, wide = g.to(state.dtype).exp(), x.to(state.dtype)
+    decay, wide = _masked_decay(g, mask, state.dtype), x.to(state.dtype)
+    if mask is not None:
+        wide = wide * mask.unsqueeze(2)
     packing = _packing(cu_seqlens, x.shape[1])
     if packing is None:
         h, final = _DENSE[backend].linear_forward(decay, wide, state, recurrent)
@@ -136,6 +147,7 @@ def linear_scan_backward(
     h: torch.Tensor,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    mask: torch.Tensor | None,
     dh: torch.Tensor | None,
     dfinal: torch.Tensor | None,
     backend: str,
@@ -145,62 +157,66 @@ def linear_scan_backward(
     state = _state(h, initial_state, cu_seqlens)
     dh = torch.zeros_like(h) if dh is None else dh
     dfinal = torch.zeros_like(state) if dfinal is None else dfinal.to(state.dtype).contiguous()
-    if backend == "numba":
-        dg, dx, dstate = numba_scan.linear_backward(_rows(g), _rows(h), state, _offsets(h, cu_seqlens), _rows(dh), dfinal)
-        return dg.view(g.shape).to(g.dtype), dx.view(h.shape).to(h.dtype), dstate
+    if backend in _FUSED:
+        # the gradients do not depend on x, and the log-decays stand in for it
+        dg, dx, dstate = _FUSED[backend].backward(
+            _rows(g), _rows(g), _rows(h), state, _borders(h, cu_seqlens), None, _rows(dh), dfinal, recurrent, _kept(mask))
+        return dg.view(g.shape), dx.view(h.shape), dstate
     if h.numel() == 0:
         return torch.empty_like(g), torch.empty_like(h), dfinal.clone()
     packing = _packing(cu_seqlens, h.shape[1])
-    decay = g.to(state.dtype).exp()
+    decay = _masked_decay(g, mask, state.dtype)
     ds, dstate = _adjoint(decay, False, dh.to(state.dtype), dfinal, packing, backend, recurrent)
     dg = ds * decay * _before(h, state, packing)
+    if mask is not None:
+        dg, ds = dg * mask.unsqueeze(2), ds * mask.unsqueeze(2)
     return dg.to(g.dtype), ds.to(h.dtype), dstate
 
 
 @harmonic_scan.register_fake
-def _(u, v, initial_state, cu_seqlens, a_min, a_max, backend, recurrent):
+def _(u, v, initial_state, cu_seqlens, mask, a_min, a_max, backend, recurrent):
     return torch.empty_like(u, memory_format=torch.contiguous_format), _empty_state(u, cu_seqlens)
 
 
 @harmonic_scan_backward.register_fake
-def _(u, v, h, initial_state, cu_seqlens, dh, dfinal, a_min, a_max, backend, recurrent):
+def _(u, v, h, initial_state, cu_seqlens, mask, dh, dfinal, a_min, a_max, backend, recurrent):
     du, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (u, v))
     return du, dv, _empty_state(u, cu_seqlens)
 
 
 @linear_scan.register_fake
-def _(g, x, initial_state, cu_seqlens, backend, recurrent):
+def _(g, x, initial_state, cu_seqlens, mask, backend, recurrent):
     return torch.empty_like(x, memory_format=torch.contiguous_format), _empty_state(x, cu_seqlens)
 
 
 @linear_scan_backward.register_fake
-def _(g, h, initial_state, cu_seqlens, dh, dfinal, backend, recurrent):
+def _(g, h, initial_state, cu_seqlens, mask, dh, dfinal, backend, recurrent):
     dg, dx = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (g, h))
     return dg, dx, _empty_state(h, cu_seqlens)
 
 
 def _save_harmonic(ctx, inputs, output):
-    u, v, initial_state, cu_seqlens, *ctx.options = inputs
+    u, v, initial_state, cu_seqlens, mask, *ctx.options = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(u, v, output[0], initial_state, cu_seqlens)
+    ctx.save_for_backward(u, v, output[0], initial_state, cu_seqlens, mask)
 
 
 def _harmonic_grad(ctx, dh, dfinal):
-    u, v, h, initial_state, cu_seqlens = ctx.saved_tensors
-    du, dv, dstate = harmonic_scan_backward(u, v, h, initial_state, cu_seqlens, dh, dfinal, *ctx.options)
-    return du, dv, _state_grad(dstate, initial_state), None, None, None, None, None
+    u, v, h, initial_state, cu_seqlens, mask = ctx.saved_tensors
+    du, dv, dstate = harmonic_scan_backward(u, v, h, initial_state, cu_seqlens, mask, dh, dfinal, *ctx.options)
+    return du, dv, _state_grad(dstate, initial_state), None, None, None, None, None, None
 
 
 def _save_linear(ctx, inputs, output):
-    g, _, initial_state, cu_seqlens, *ctx.options = inputs
+    g, _, initial_state, cu_seqlens, mask, *ctx.options = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(g, output[0], initial_state, cu_seqlens)
+    ctx.save_for_backward(g, output[0], initial_state, cu_seqlens, mask)
 
 
 def _linear_grad(ctx, dh, dfinal):
-    g, h, initial_state, cu_seqlens = ctx.saved_tensors
-    dg, dx, dstate = linear_scan_backward(g, h, initial_state, cu_seqlens, dh, dfinal, *ctx.options)
-    return dg, dx, _state_grad(dstate, initial_state), None, None, None
+    g, h, initial_state, cu_seqlens, mask = ctx.saved_tensors
+    dg, dx, dstate = linear_scan_backward(g, h, initial_state, cu_seqlens, mask, dh, dfinal, *ctx.options)
+    return dg, dx, _state_grad(dstate, initial_state), None, None, None, None
 
 
 harmonic_scan.register_autograd(_harmonic_grad, setup_context=_save_harmonic)
@@ -227,14 +243,36 @@ def _num_sequences(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.float().contiguous().flatten(0, 1)
+    return x.contiguous().flatten(0, 1)
 
 
-def _offsets(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> np.ndarray:
+def _borders(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """Borders of the sequences in the flattened tokens, int64 of shape `[N + 1]`, on x's device."""
     if cu_seqlens is None:
         B, T, _ = x.shape
-        return np.arange(B + 1, dtype=np.int64) * T
-    return check_cu_seqlens(cu_seqlens, x.shape[1]).numpy()
+        return torch.arange(B + 1, device=x.device) * T
+    return check_cu_seqlens(cu_seqlens, x.shape[1]).to(x.device)
+
+
+def _kept(mask: torch.Tensor | None) -> torch.Tensor | None:
+    return None if mask is None else mask.to(torch.uint8).contiguous().flatten()
+
+
+def _masked_gates(
+    u: torch.Tensor,
+    v: torch.Tensor,
+    decay_range: tuple[float, float],
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`harmonic_gates` in the state's dtype; masked tokens leave the state as it is."""
+    dtype = state_dtype(u.dtype)
+    complement, value = harmonic_gates(u.to(dtype), v.to(dtype), decay_range)
+    return complement if mask is None else complement * mask.unsqueeze(2), value
+
+
+def _masked_decay(g: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    decay = g.to(dtype).exp()
+    return decay if mask is None else torch.where(mask.bool().unsqueeze(2), decay, 1.0)
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:

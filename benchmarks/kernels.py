@@ -1,0 +1,135 @@
+"""
+What the Triton kernels cost by their compiled code, without a GPU: `python -m benchmarks.kernels`.
+
+Each kernel is compiled to machine code for the named architectures; registers, spills and shared memory are the
+assembler's own count. Bytes an element (a token's channel) are counted by design, and the time is those bytes over the
+given bandwidth: a bound, not a measurement. Chunk summaries (8 bytes a channel and chunk) are left out of the bytes. A
+forward pass is the first two kernels (or the recurrent one), a backward pass the next two; `carry_kernel` is in both.
+"""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+import tyro
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fla_harmonic.ops.harmonic import triton_scan
+
+# pointer arguments by name: "T" has the dtype of the logits
+POINTERS = {
+    "a": "T", "b": "T", "h": "T", "h_out": "T", "dh": "T", "da": "T", "db": "T", "kept": "u8", "first": "i32", "last": "i32",
+    "offsets": "i64", "state": "fp32", "final": "fp32", "dfinal": "fp32", "dstate": "fp32", "entering": "fp32",
+    "chunk_c": "fp32", "chunk_x": "fp32",
+}
+SCALARS = {"tokens": "i32", "D": "i32", "chunks": "i32", "q_min": "fp32", "width": "fp32"}
+# tensors of the logits' size that a pass reads and writes
+KERNELS = {
+    "forward_summary_kernel": 2,
+    "forward_output_kernel": 3,
+    "backward_summary_kernel": 2,
+    "backward_output_kernel": 6,
+    "carry_kernel": 0,
+    "recurrent_forward_kernel": 3,
+    "recurrent_backward_kernel": 6,
+}
+
+
+@dataclass
+class Options:
+    """Targets and sizes."""
+
+    archs: tuple[int, ...] = (80, 90, 100)
+    """Compute capabilities, e.g. 90 for the H100 and H200."""
+
+    dtype: str = "bf16"
+    """Of logits and outputs: bf16, fp16 or fp32."""
+
+    size: tuple[int, int, int] = (1, 65536, 1024)
+    """(B, T, D) that the time is given for."""
+
+    bandwidth: float = 4.3
+    """Copy bandwidth in TB/s; 4.3 was measured on an H200."""
+
+
+@dataclass
+class Usage:
+    """What a compiled kernel uses."""
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+def compile_kernel(name: str, arch: int, dtype: str, harmonic: bool = True) -> Usage:
+    """
+    Compiles a kernel to machine code of the architecture.
+
+    Raises:
+        RuntimeError: if the assembler refuses the kernel or does not say what it uses.
+    """
+    kernel = getattr(triton_scan, name)
+    constants = dict(IS_HARMONIC=harmonic, HAS_MASK=False, CHUNK=triton_scan.CHUNK, TILE=triton_scan.TILE, BD=64)
+    if name == "carry_kernel":
+        constants = dict(REVERSE=False, TILE=triton_scan.CHUNK_TILE, BD=32)
+    signature: dict[str, str] = {}
+    constexprs: dict[str, int | None] = {}
+    for argument in kernel.arg_names:
+        if argument in constants:
+            signature[argument], constexprs[argument] = "constexpr", constants[argument]
+        elif argument == "kept":
+            signature[argument], constexprs[argument] = "constexpr", None
+        elif argument in SCALARS:
+            signature[argument] = SCALARS[argument]
+        else:
+            pointed = POINTERS[argument]
+            signature[argument] = "*" + (dtype if pointed == "T" else pointed)
+    # what the launcher finds out from the arguments: aligned pointers and a D divisible by 16
+    aligned = [["tt.divisibility", 16]]
+    attrs = {(index,): aligned for index, argument in enumerate(kernel.arg_names)
+             if signature[argument].startswith("*") or argument == "D"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": triton_scan.NUM_WARPS})
+    return _assemble(compiled.asm["ptx"], compiled.metadata.shared)
+
+
+def _assemble(ptx: str, shared: int) -> Usage:
+    target = re.search(r"\.target (sm_(\d+)\w*)", ptx)
+    if target is None:
+        raise RuntimeError("expected PTX with a .target line; found none. Use the Triton of constraints.txt.")
+    arch = target.group(1)
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / (
+        "ptxas-blackwell" if int(target.group(2)) >= 100 else "ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        run = subprocess.run([ptxas, "-v", f"--gpu-name={arch}", source, "-o", Path(folder) / "kernel.cubin"],
+                             capture_output=True, text=True)
+    used = re.search(r"Used (\d+) registers", run.stderr)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", run.stderr)
+    if run.returncode or not used or not spills:
+        raise RuntimeError(f"expected {ptxas} to assemble the kernel for {arch}; it said: {run.stderr.strip()}")
+    return Usage(int(used.group(1)), int(spills.group(1)) + int(spills.group(2)), shared)
+
+
+def main(options: Options) -> None:
+    B, T, D = options.size
+    item = {"bf16": 2, "fp16": 2, "fp32": 4}[options.dtype]
+    print(f"{options.dtype}, chunk {triton_scan.CHUNK}, tile {triton_scan.TILE} x 64, {triton_scan.NUM_WARPS} warps; "
+          f"time at {options.bandwidth} TB/s for {options.size}: by design, not measured")
+    print(f"{'kernel':26}{'arch':>7}{'registers':>11}{'spilled B':>11}{'shared B':>10}{'B/element':>11}{'time, us':>10}")
+    for name, tensors in KERNELS.items():
+        for arch in options.archs:
+            usage = compile_kernel(name, arch, options.dtype)
+            moved = tensors * item
+            microseconds = B * T * D * moved / options.bandwidth / 1e6
+            print(f"{name:26}{f'sm_{arch}':>7}{usage.registers:>11}{usage.spilled_bytes:>11}{usage.shared_bytes:>10}"
+                  f"{moved:>11}{microseconds:>10.0f}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
