@@ -114,6 +114,18 @@ def test_number_of_threads_changes_nothing(name: str, backend: str, problem: Pro
             assert max(relative_error(actual[key], expected[key]) for key in expected) < 1e-6
 
 
+@pytest.mark.parametrize("name", ["slow", "linear"])
+@pytest.mark.usefixtures("threads")
+def test_memory_that_an_idle_thread_maps_changes_nothing(name: str) -> None:
+    # above 32 MB, where memory is mapped anew
+    problem = Problem(1, 8200, 1030)
+    torch.set_num_threads(1)
+    expected = run(name, problem, "numba")
+    # as many tasks as blocks of channels, and a thread without one
+    torch.set_num_threads(4)
+    assert_bit_equal(run(name, problem, "numba"), expected)
+
+
 @backends
 @pytest.mark.usefixtures("threads")
 def test_two_python_threads_at_once(backend: str) -> None:
