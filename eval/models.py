@@ -1,4 +1,4 @@
-"""Loading a Hugging Face directory for evaluation."""
+"""Models for evaluation: those of Hugging Face directories, and untrained ones by flavor."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import fla_harmonic  # noqa: F401  (registers its classes with transformers)
+from fla_harmonic.titan.flavors import HARMONIC, LLAMA, MAMBA
 from fla_harmonic.titan.mamba import load_mamba
+
+FAMILIES: dict[str, Any] = {"harmonic": HARMONIC, "mamba": MAMBA, "llama": LLAMA}
 
 
 def load(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -25,3 +28,21 @@ def load(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     is_mamba = AutoConfig.from_pretrained(directory).model_type == "mamba"
     model: Any = load_mamba(directory) if is_mamba else AutoModelForCausalLM.from_pretrained(directory)
     return model.to(torch.float32).eval(), AutoTokenizer.from_pretrained(directory)
+
+
+def build(flavor: str) -> PreTrainedModel:
+    """
+    The untrained Hugging Face model of a flavor of the torchtitan plugin, in evaluation mode.
+
+    Args:
+        flavor (str):
+            `family/flavor`, e.g. `harmonic/debug`.
+
+    Raises:
+        ValueError: if there is no such flavor.
+    """
+    family, _, size = flavor.partition("/")
+    if size not in FAMILIES.get(family, {}):
+        known = [f"{name}/{size}" for name, flavors in FAMILIES.items() for size in flavors]
+        raise ValueError(f"`flavor` must be one of {known}; got {flavor!r}.")
+    return FAMILIES[family][size].build_hf().eval()

@@ -18,6 +18,7 @@ import tyro
 from torchtitan.config import ConfigManager
 from transformers import PreTrainedModel
 
+from eval.audit import Audit, check_causal
 from eval.models import load
 from fla_harmonic.titan.config import data_section
 from fla_harmonic.titan.data import TokenSplit, evaluation_batches, load_split
@@ -66,37 +67,14 @@ class Score:
     beyond_trained_length: bool
     """Whether a window is longer than the model was trained on: no fair score of a model with positions."""
 
-
-def check_causal(model: PreTrainedModel, length: int = 160, bound: float = 1e-5) -> None:
-    """
-    Raises a RuntimeError if the logits of a prefix change when the tokens after it do, or are not finite.
-
-    Args:
-        model (PreTrainedModel):
-            Any causal language model.
-        length (int):
-            Tokens of the sequence that is tried. Default: 160.
-        bound (float):
-            Change that rounding may cause. Default: 1e-5.
-    """
-    generator = torch.Generator().manual_seed(0)
-    tokens, others = torch.randint(model.config.vocab_size, (2, 1, length), generator=generator)
-    with torch.no_grad():
-        logits = model(tokens, use_cache=False).logits
-        for split in (*range(1, 66), 127, 128, 129):
-            changed = model(torch.cat([tokens[:, :split], others[:, split:]], 1), use_cache=False).logits
-            leak = (logits - changed)[:, :split].abs().amax(dim=(0, 2))
-            # written so that NaN fails
-            if not leak.max() <= bound:
-                raise RuntimeError(
-                    f"expected logits that depend on earlier tokens alone; those at position {int(leak.argmax())} change by "
-                    f"{leak.max().item():.2e} when tokens from {split} on do. The model reads the future: not scored.")
+    audit: Audit
+    """The verdict on the model's causality."""
 
 
 @torch.no_grad()
 def score(model: PreTrainedModel, split: TokenSplit, seq_len: int, batch_size: int) -> Score:
     """The loss in float32, summed in float64; see `Score`."""
-    check_causal(model)
+    verdict = check_causal(model)
     nll, targets = torch.zeros((), dtype=torch.float64), 0
     for inputs, labels in evaluation_batches(split, seq_len, batch_size):
         logits = model(inputs["input"], use_cache=False).logits.float()
@@ -105,7 +83,8 @@ def score(model: PreTrainedModel, split: TokenSplit, seq_len: int, batch_size: i
         targets += int((labels != -100).sum())
     bits = nll.item() / math.log(2)
     trained = getattr(model.config, "max_position_embeddings", None)
-    return Score(targets, split.num_bytes, bits / targets, bits / split.num_bytes, trained is not None and seq_len > trained)
+    beyond = trained is not None and seq_len > trained
+    return Score(targets, split.num_bytes, bits / targets, bits / split.num_bytes, beyond, verdict)
 
 
 def main(options: Options, overrides: list[str]) -> None:
