@@ -29,7 +29,7 @@ test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
 
 bench: $(VENV)/.installed
-	$(RUN) -m benchmarks.scan --threads $(THREADS) --rounds 9 --png docs/scan.png
+	$(RUN) -m benchmarks.scan --threads $(THREADS) --rounds 9 --csv docs/scan.csv --png docs/scan.png
 
 clean:
 	rm -rf $(VENV) outputs

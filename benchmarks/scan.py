@@ -43,7 +43,8 @@ class Options:
     dtype: str = "float32"
     """float32 or bfloat16."""
 
-    sizes: list[tuple[int, int, int]] = field(default_factory=lambda: [(16, 1024, 256), (1, 16384, 256), (1, 65536, 256)])
+    sizes: list[tuple[int, int, int]] = field(default_factory=lambda: [
+        (16, 1024, 256), (1, 4096, 256), (1, 16384, 256), (1, 65536, 256), (1, 1048576, 256)])
     """(B, T, D), one group of rows each."""
 
     backends: tuple[str, ...] = ()

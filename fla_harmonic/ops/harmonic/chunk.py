@@ -206,8 +206,10 @@ def usable_backends(x: torch.Tensor) -> list[str]:
     """Backends that can scan a tensor of x's device and dtype, the default one first."""
     if x.dtype == torch.float64:
         return ["torch"]
-    if x.device.type != "cpu":
+    if x.device.type in ("cuda", "xpu"):
         return ["triton", "fla", "torch"]
+    if x.device.type != "cpu":
+        return ["torch"]
     usable = ["numba", "torch"] if scan_op.HAS_NUMBA else ["torch"]
     # Triton's interpreter runs the kernels on CPU tensors, for tests
     return [*usable, "triton", "fla"] if os.environ.get("TRITON_INTERPRET") == "1" else usable
