@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
 
+# made once: torch.compile does not trace a module that is made within the graph
+_CPU_LOSS = nn.CrossEntropyLoss()
+
+
 def _norm(config: HarmonicConfig) -> nn.Module:
     norm = RMSNorm if config.fuse_norm else nn.RMSNorm
     return norm(config.hidden_size, eps=config.norm_eps, elementwise_affine=config.elementwise_affine)
@@ -186,7 +190,7 @@ class HarmonicForCausalLM(HarmonicPreTrainedModel, FLAForCausalLM, FLAGeneration
         """The loss; `None` stands for the fused one of the config, which does not run on the CPU. Can be assigned."""
         criterion = self._modules["criterion"]
         if criterion is None and self.lm_head.weight.device.type == "cpu":
-            return nn.CrossEntropyLoss()
+            return _CPU_LOSS
         return criterion
 
     def _compute_logits_and_loss(

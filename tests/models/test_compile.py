@@ -1,0 +1,23 @@
+"""torch.compile of a Harmonic model."""
+
+import pytest
+import torch
+from small_models import model, tokens
+
+
+@pytest.mark.parametrize("preset", ["paper", "stack"])
+def test_training_step_is_one_graph_with_the_gradients_of_eager(preset: str) -> None:
+    lm = model(preset).train()
+    # graphs of the forward and backward pass without generated code, which takes minutes
+    compiled = torch.compile(lm, fullgraph=True, backend="aot_eager")
+    # the second length is compiled for a length that may change, the third reuses that
+    for length in (40, 33, 57):
+        x = tokens(2, length)
+        results = []
+        for run in (lm, compiled):
+            lm.zero_grad()
+            output = run(input_ids=x, labels=x, use_cache=False)
+            output.loss.backward()
+            results.append([output.logits.detach(), output.loss.detach(), *(p.grad.clone() for p in lm.parameters())])
+        for actual, expected in zip(results[1], results[0], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
