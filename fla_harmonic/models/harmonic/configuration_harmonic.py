@@ -28,6 +28,9 @@ class HarmonicConfig(AttentionConfigBase, PreTrainedConfig):
             Whether the norms of the blocks have weights. Default: `True`.
         gated_mlp (bool):
             SwiGLU MLP, or a plain MLP of the same `intermediate_size`. Default: `True`.
+        max_position_embeddings (int):
+            The length in training, for those who ask: lm-eval's window, the end of a `generate` without `max_new_tokens`. It
+            limits nothing, a recurrence has no positions. Default: 2048, as fla's other models.
 
     Raises:
         ValueError: for an impossible value, naming its field.
