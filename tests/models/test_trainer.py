@@ -124,6 +124,7 @@ def test_batches_in_pieces_and_checkpointing_train_the_same_model(preset: str, o
         model = lm(preset)
         run = trainer(model, tmp_path, rows, max_steps=4, data_collator=padded, remove_unused_columns=False, **extra)
         run.train()
+        assert model.model.gradient_checkpointing == ("gradient_checkpointing" in extra)
         results.append((losses(run), [p.detach() for p in model.parameters()]))
     (expected, weights), (actual, others) = results
     assert actual == pytest.approx(expected, rel=1e-4)
