@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from fla.layers.utils import get_layer_cache, update_layer_cache
 
-from fla_harmonic.modules import ShortConvolution
+from fla_harmonic.modules import ShortConvolution, padding_mask
 from fla_harmonic.ops.harmonic import chunk_harmonic, fused_recurrent_harmonic
 
 if TYPE_CHECKING:
@@ -53,6 +53,19 @@ def check_sizes(sizes: dict[str, int], optional: dict[str, int | None]) -> None:
             raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
 
 
+def check_flags(**flags: bool) -> None:
+    """Raises a ValueError that names the field unless every value is `True` or `False`."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"`{name}` must be True or False; got {value!r}.")
+
+
+def check_norm_eps(norm_eps: float) -> None:
+    """Raises a ValueError unless the epsilon is a positive finite number."""
+    if isinstance(norm_eps, bool) or not isinstance(norm_eps, (int, float)) or not 0 < norm_eps < math.inf:
+        raise ValueError(f"`norm_eps` must be a positive number; got {norm_eps!r}. The default is 1e-5.")
+
+
 def check_widths(
     hidden_size: int,
     expand_ratio: float,
@@ -68,12 +81,13 @@ def check_widths(
     """
     if gate_ratio is not None and gate_rank is not None:
         raise ValueError(f"`gate_ratio` and `gate_rank` exclude one another; got {gate_ratio} and {gate_rank}. Drop one.")
+    number = isinstance(expand_ratio, (int, float)) and not isinstance(expand_ratio, bool) and math.isfinite(expand_ratio)
     # rounded: 100 * 0.29 is 28.999999999999996
-    level_size = round(hidden_size * expand_ratio) if math.isfinite(expand_ratio) else 0
+    level_size = round(hidden_size * expand_ratio) if number else 0
     if level_size < 1 or (level_size != hidden_size and not use_output_proj):
         raise ValueError(
-            f"`expand_ratio` must give at least one channel, and be 1 without `use_output_proj`; got {expand_ratio!r} "
-            f"with hidden_size={hidden_size} and use_output_proj={use_output_proj}.")
+            f"`expand_ratio` must be a number that gives at least one channel, and be 1 without `use_output_proj`; got "
+            f"{expand_ratio!r} with hidden_size={hidden_size} and use_output_proj={use_output_proj}.")
     return level_size
 
 
@@ -100,10 +114,27 @@ class Timescale(nn.Module):
         self.bias = nn.Parameter(torch.empty(size))
         self.reset_parameters()
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._mark()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Timescale:
+        super()._apply(*args, **kwargs)
+        self._mark()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()
+
+    def _mark(self) -> None:
+        # optimizers look for the mark on the parameter, which loading, casting and copying replace
+        bias = self._parameters.get("bias")
+        if bias is not None:
+            bias._no_weight_decay = True  # type: ignore[attr-defined]
+
     def reset_parameters(self) -> None:
         """Spreads the channels log-uniformly over the range of timescales."""
-        # here, because `to_empty` makes a new parameter without the mark
-        self.bias._no_weight_decay = True  # type: ignore[attr-defined]
         if self.bias.is_meta:
             return
         low, high = (math.log(tau) for tau in self.timescale)
@@ -114,7 +145,9 @@ class Timescale(nn.Module):
             self.bias.copy_(torch.logit((1 - 1 / tau - a_min) / (a_max - a_min)))
 
     def forward(self, u: torch.Tensor) -> torch.Tensor:
-        return u + self.bias.to(u.dtype)
+        # in float32 even for narrow logits: a bias rounded to bfloat16 is a timescale that is off by up to 1.6% for good,
+        # while the rounding of the sum changes from token to token
+        return (u + self.bias).to(u.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.bias.shape[0]}, timescale={self.timescale}, decay_range={self.decay_range}"
@@ -245,6 +278,9 @@ class HarmonicAttention(nn.Module):
         layer_idx: int | None = None,
     ) -> None:
         super().__init__()
+        check_flags(use_prediction_error=use_prediction_error, use_output_gate=use_output_gate,
+                    use_output_proj=use_output_proj, use_short_conv=use_short_conv, conv_bias=conv_bias)
+        check_norm_eps(norm_eps)
         check_choice("mode", mode, tuple(MODES))
         check_choice("timescale_mode", timescale_mode, TIMESCALE_MODES)
         check_sizes({"hidden_size": hidden_size, "conv_size": conv_size}, {"gate_ratio": gate_ratio, "gate_rank": gate_rank})
@@ -297,7 +333,8 @@ class HarmonicAttention(nn.Module):
                 0/1 mask of shape `[B, S]`, S >= T, whose last T columns belong to the inputs: states pass masked tokens
                 unchanged and their outputs are zero. `cu_seqlens` wins over it. Default: `None`.
             past_key_values (Cache, Optional):
-                fla's cache; its states are read and replaced. Default: `None`.
+                fla's cache; its states are read and replaced. It holds one sequence for each row, or for each document with
+                `cu_seqlens`: a warm cache is continued by both. Default: `None`.
             use_cache, output_attentions:
                 Accepted as in every fla layer; a given cache is always updated, and there are no attentions.
             cu_seqlens (torch.Tensor, Optional):
@@ -312,7 +349,8 @@ class HarmonicAttention(nn.Module):
                 The cache.
 
         Raises:
-            ValueError: for a wrong shape of inputs, mask or borders, or a cache without `layer_idx`.
+            ValueError: for a wrong shape of inputs, mask or borders, a cache of another number of sequences, or one without
+                `layer_idx`.
         """
         if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
             raise ValueError(
@@ -324,7 +362,8 @@ class HarmonicAttention(nn.Module):
             hidden_states, kept, cu_seqlens = _drop_pads(hidden_states, attention_mask)
 
         last_state = get_layer_cache(self, past_key_values)
-        states = [None] * len(self.levels) if last_state is None else last_state["recurrent_state"]
+        states = [None] * len(self.levels) if last_state is None else self._cached_states(
+            last_state, B if cu_seqlens is None else cu_seqlens.shape[0] - 1)
         keep_states = past_key_values is not None
         x, conv_state = hidden_states, None
         if self.use_short_conv:
@@ -357,6 +396,17 @@ class HarmonicAttention(nn.Module):
             o = o.new_zeros(B * T, o.shape[-1]).index_copy(0, kept, o[0]).view(B, T, o.shape[-1])
         return o, None, past_key_values
 
+    def _cached_states(self, last_state: dict[str, Any], sequences: int) -> tuple[torch.Tensor, ...]:
+        states = last_state["recurrent_state"]
+        expected = [(sequences, self.level_size)] * len(self.levels)
+        held = [tuple(state.shape) for state in states or ()]
+        if held != expected or (last_state["conv_state"] is None) is self.use_short_conv:
+            raise ValueError(
+                f"`past_key_values` must hold {len(self.levels)} states of shape {expected[0]} for layer {self.layer_idx}, "
+                f"one row a sequence, and {'a' if self.use_short_conv else 'no'} state of the convolution; it holds {held}. "
+                "Pass a cache that this model made of as many sequences, or a new one.")
+        return states
+
     def state_size(self, **kwargs: Any) -> int:
         """Numbers that the layer remembers of a sequence, whatever its length."""
         conv = self.conv1d.hidden_size * self.conv_size if self.use_short_conv else 0
@@ -371,16 +421,7 @@ def _drop_pads(
     attention_mask: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Packs the unmasked tokens of each row into one document: the packed inputs, their indices, and the borders."""
-    B, T, _ = hidden_states.shape
-    if attention_mask.is_floating_point():
-        raise ValueError(
-            f"`attention_mask` must be a 0/1 mask of integers or booleans; got {attention_mask.dtype}. An additive mask (0 "
-            "and a large negative number) would be read the wrong way round: pass `mask == 0`.")
-    if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
-        raise ValueError(
-            f"`attention_mask` must be a 0/1 mask of shape [{B}, S] with S >= {T}; got {tuple(attention_mask.shape)}. "
-            "Attention masks of shape [B, T, T] do not apply to a recurrence.")
-    mask = attention_mask[:, -T:].bool() if T else attention_mask[:, :0].bool()
+    mask = padding_mask(attention_mask, *hidden_states.shape[:2])
     kept = mask.flatten().nonzero().flatten()
     cu_seqlens = F.pad(mask.sum(1).cumsum(0), (1, 0))
     return hidden_states.flatten(0, 1).index_select(0, kept).unsqueeze(0), kept, cu_seqlens

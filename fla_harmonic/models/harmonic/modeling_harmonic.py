@@ -4,17 +4,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
+from fla.models.cache_utils import Cache
+from fla.models.configuration_utils import get_attention_spec
 from fla.models.generation_utils import FLAGenerationMixin
-from fla.models.modeling_utils import FLAForCausalLM, FLAModel, FLAPreTrainedModel, get_attention
+from fla.models.modeling_utils import FLAForCausalLM, FLAModel, FLAPreTrainedModel
+from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fla_harmonic.layers.harmonic import HarmonicAttention
 from fla_harmonic.models.harmonic.configuration_harmonic import HarmonicConfig
-from fla_harmonic.modules import MLP, GatedMLP, RMSNorm
+from fla_harmonic.models.harmonic.packing import document_borders, labels_within_documents
+from fla_harmonic.modules import MLP, Attention, GatedMLP, RMSNorm, padding_mask
 
 if TYPE_CHECKING:
-    from fla.models.cache_utils import Cache
-    from transformers.modeling_outputs import BaseModelOutputWithPast
+    from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 
 # made once: torch.compile does not trace a module that is made within the graph
@@ -26,6 +29,43 @@ def _norm(config: HarmonicConfig) -> nn.Module:
     return norm(config.hidden_size, eps=config.norm_eps, elementwise_affine=config.elementwise_affine)
 
 
+def _mixer(config: HarmonicConfig, layer_idx: int) -> nn.Module:
+    """The layer's `HarmonicAttention`, or the `Attention` that `attn` of the config puts there."""
+    spec = get_attention_spec(config.attn, layer_idx=layer_idx)
+    if spec is None:
+        return HarmonicAttention(
+            mode=config.attn_mode,
+            hidden_size=config.hidden_size,
+            expand_ratio=config.expand_ratio,
+            timescales=config.timescales,
+            timescale_mode=config.timescale_mode,
+            use_prediction_error=config.use_prediction_error,
+            gate_ratio=config.gate_ratio,
+            gate_rank=config.gate_rank,
+            use_output_gate=config.use_output_gate,
+            use_output_proj=config.use_output_proj,
+            use_short_conv=config.use_short_conv,
+            conv_size=config.conv_size,
+            conv_bias=config.conv_bias,
+            norm_eps=config.norm_eps,
+            layer_idx=layer_idx,
+        )
+    return Attention(
+        hidden_size=config.hidden_size,
+        num_heads=spec["num_heads"],
+        num_kv_heads=spec["num_kv_heads"],
+        qkv_bias=spec["qkv_bias"],
+        window_size=spec["window_size"],
+        rope_theta=spec["rope_theta"],
+        max_position_embeddings=config.max_position_embeddings,
+        layer_idx=layer_idx,
+    )
+
+
+def _cached_tokens(past_key_values: Cache | None) -> int:
+    return 0 if past_key_values is None else past_key_values.get_seq_length()
+
+
 class HarmonicBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: HarmonicConfig, layer_idx: int) -> None:
@@ -34,25 +74,7 @@ class HarmonicBlock(GradientCheckpointingLayer):
         self.layer_idx = layer_idx
 
         self.attn_norm = _norm(config)
-        self.attn = get_attention(config=config, layer_idx=layer_idx)
-        if self.attn is None:
-            self.attn = HarmonicAttention(
-                mode=config.attn_mode,
-                hidden_size=config.hidden_size,
-                expand_ratio=config.expand_ratio,
-                timescales=config.timescales,
-                timescale_mode=config.timescale_mode,
-                use_prediction_error=config.use_prediction_error,
-                gate_ratio=config.gate_ratio,
-                gate_rank=config.gate_rank,
-                use_output_gate=config.use_output_gate,
-                use_output_proj=config.use_output_proj,
-                use_short_conv=config.use_short_conv,
-                conv_size=config.conv_size,
-                conv_bias=config.conv_bias,
-                norm_eps=config.norm_eps,
-                layer_idx=layer_idx,
-            )
+        self.attn = _mixer(config, layer_idx)
         self.mlp_norm = _norm(config)
         self.mlp: nn.Module
         if config.gated_mlp:
@@ -104,8 +126,22 @@ class HarmonicPreTrainedModel(FLAPreTrainedModel):
 
     @property
     def state_size(self) -> int:
-        """Numbers that the model remembers of a sequence, whatever its length (attention layers not counted)."""
+        """
+        Numbers that the Harmonic layers remember of a sequence, whatever its length. The attention layers of a hybrid are
+        not counted: they remember keys and values of every token, or of the last `window_size`.
+        """
         return sum(module.state_size() for module in self.modules() if isinstance(module, HarmonicAttention))
+
+
+def _fla_cache(past_key_values: Any) -> Cache | None:
+    # an empty list or tuple is transformers' old way to say that there is none
+    if past_key_values is None or (isinstance(past_key_values, (list, tuple)) and not past_key_values):
+        return None
+    if isinstance(past_key_values, Cache):
+        return past_key_values
+    raise ValueError(
+        f"`past_key_values` must be fla's Cache; got {type(past_key_values).__name__}. Leave it out, pass "
+        "`fla.models.utils.Cache()`, or make one of states with `Cache.from_legacy_cache(states, seen_tokens=n)`.")
 
 
 class HarmonicModel(HarmonicPreTrainedModel, FLAModel):
@@ -128,23 +164,59 @@ class HarmonicModel(HarmonicPreTrainedModel, FLAModel):
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
-        *args: Any,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple | BaseModelOutputWithPast:
+        """
+        fla's arguments, and transformers' name `cache` for `past_key_values`.
+
+        Args:
+            attention_mask (torch.Tensor, Optional):
+                0/1 mask of shape `[B, S]`, S >= T, whose last T columns belong to the inputs: states pass masked tokens
+                unchanged, whatever is in them. Default: `None`.
+            cu_seqlens, position_ids, seq_idx, cu_seq_lens_q, cu_seq_lens_k (torch.Tensor, Optional):
+                In `kwargs`: documents of a packed row, see `document_borders`. They win over a mask. Positions that rise by
+                1 over each row's unmasked tokens say nothing, and change nothing.
+
+        Raises:
+            ValueError: for impossible masks, borders or token ids, or a cache that is not fla's.
+        """
         # transformers' `generate` passes the cache under its new name, which fla's bases would drop in silence
-        if cache is not None and kwargs.get("past_key_values") is None:
-            kwargs["past_key_values"] = cache
+        past_key_values = _fla_cache(cache if past_key_values is None else past_key_values)
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             # the backward pass runs each block again, on a cache that the forward pass has moved on
-            if kwargs.get("past_key_values") is not None:
+            if past_key_values is not None:
                 raise ValueError(
                     "gradient checkpointing in training excludes a cache; got both. Drop `past_key_values`, or call "
                     "`gradient_checkpointing_disable()`.")
-            kwargs["use_cache"] = False
+            use_cache = False
         if input_ids is not None:
             self._check_token_ids(input_ids)
-        return super().forward(input_ids, *args, **kwargs)
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        if inputs is not None:
+            B, T = inputs.shape[:2]
+            cu_seqlens = document_borders(kwargs, B, T, attention_mask, _cached_tokens(past_key_values))
+            if cu_seqlens is not None:
+                kwargs["cu_seqlens"] = cu_seqlens
+                # attention layers keep no cache of packed documents, and nobody asked for one
+                if use_cache is None and past_key_values is None and self.config.attn is not None:
+                    use_cache = False
+            elif attention_mask is not None and (input_ids is None or inputs_embeds is None):
+                # nothing that is in a pad, were it NaN, reaches the residual stream, nor a gradient the pad
+                attention_mask = padding_mask(attention_mask, B, T)
+                if inputs_embeds is None:
+                    inputs_embeds = self.embeddings(input_ids)
+                input_ids, inputs_embeds = None, inputs_embeds.masked_fill(~attention_mask.unsqueeze(-1), 0)
+        return super().forward(
+            input_ids, attention_mask, inputs_embeds, past_key_values, use_cache, output_attentions, output_hidden_states,
+            return_dict, **kwargs)
 
     def _check_token_ids(self, input_ids: torch.LongTensor) -> None:
         # on an accelerator the embedding kernel checks, and a look at the values would wait for the device
@@ -174,16 +246,62 @@ class HarmonicForCausalLM(HarmonicPreTrainedModel, FLAForCausalLM, FLAGeneration
         # Initialize weights and apply final processing
         self.post_init()
 
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | torch.Tensor | None = 0,
+        num_items_in_batch: int | torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple | CausalLMOutputWithPast:
+        """
+        The arguments of `HarmonicModel`, and those of the loss.
+
+        Args:
+            labels (torch.Tensor, Optional):
+                Token ids of shape `[B, T]`, the inputs themselves; each is the target of the token before it. The first
+                token of a packed document is nobody's target, and pads are neither target nor scored, whatever their
+                labels: the loss is that of the sequences one by one. -100 leaves out more. Default: no loss.
+            num_items_in_batch (int | torch.Tensor, Optional):
+                Divisor of the summed loss. Default: the number of targets.
+        """
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        if inputs is not None:
+            past = kwargs.get("cache") if past_key_values is None else past_key_values
+            B, T = inputs.shape[:2]
+            cu_seqlens = document_borders(kwargs, B, T, attention_mask, _cached_tokens(_fla_cache(past)))
+            if cu_seqlens is not None:
+                kwargs["cu_seqlens"] = cu_seqlens
+            if labels is not None:
+                ignore_index = getattr(self.criterion, "ignore_index", -100)
+                labels = labels_within_documents(labels, attention_mask, cu_seqlens, ignore_index)
+        return super().forward(
+            input_ids, attention_mask, inputs_embeds, past_key_values, labels, use_cache, output_attentions,
+            output_hidden_states, return_dict, logits_to_keep, num_items_in_batch, **kwargs)
+
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.LongTensor | None = None,
+        next_sequence_length: int | None = None,
         cache: Cache | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        is_first_iteration: bool = False,
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        # fla's mixin knows the cache by its old name alone
-        cache = past_key_values if cache is None else cache
-        return super().prepare_inputs_for_generation(input_ids, past_key_values=cache, **kwargs)
+        # not fla's, which hands the cache on under the name that transformers has given up
+        return GenerationMixin.prepare_inputs_for_generation(
+            self, input_ids, next_sequence_length=next_sequence_length,
+            cache=past_key_values if cache is None else cache, attention_mask=attention_mask, inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration, **kwargs)
 
     @property
     def criterion(self) -> nn.Module | None:
