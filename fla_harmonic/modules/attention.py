@@ -149,9 +149,9 @@ class Attention(fused.Attention):
             # zero, so that whatever is in a pad, NaN too, meets nothing but zeros in the backward pass
             hidden_states = hidden_states.masked_fill(~mask.unsqueeze(-1), 0)
 
-        q = self.q_proj(hidden_states).view(B, T, -1, self.head_dim)
-        k = self.k_proj(hidden_states).view(B, T, -1, self.head_dim)
-        v = self.v_proj(hidden_states).view(B, T, -1, self.head_dim)
+        q = self.q_proj(hidden_states).unflatten(2, (self.num_heads, self.head_dim))
+        k = self.k_proj(hidden_states).unflatten(2, (self.num_kv_heads, self.head_dim))
+        v = self.v_proj(hidden_states).unflatten(2, (self.num_kv_heads, self.head_dim))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
 
@@ -173,8 +173,8 @@ class Attention(fused.Attention):
             self._remember(past_key_values, T, k, v, position)
         else:
             if past is not None:
-                k = torch.cat([past[0].view(B, -1, self.num_kv_heads, self.head_dim).to(k), k], 1)
-                v = torch.cat([past[1].view(B, -1, self.num_kv_heads, self.head_dim).to(v), v], 1)
+                k = torch.cat([past[0].unflatten(2, (k.shape[2], self.head_dim)).to(k), k], 1)
+                v = torch.cat([past[1].unflatten(2, (v.shape[2], self.head_dim)).to(v), v], 1)
             seen = position if past is None else torch.cat([past[2], position], 1)
             self._remember(past_key_values, T, k, v, seen)
             o = self._attend(q, k, v, self._visible(position, seen))

@@ -1,4 +1,7 @@
+import copy
 import math
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -146,8 +149,47 @@ def test_timescale_biases_are_exempt_from_weight_decay() -> None:
     layer.to_empty(device="cpu")
     for level in layer.levels:
         level.timescale.reset_parameters()
-    marked = {name for name, p in layer.named_parameters() if getattr(p, "_no_weight_decay", False)}
-    assert marked == {f"levels.{i}.timescale.bias" for i in range(3)}
+    assert marked(layer) == {f"levels.{i}.timescale.bias" for i in range(3)}
+
+
+def marked(layer: torch.nn.Module) -> set[str]:
+    return {name for name, p in layer.named_parameters() if getattr(p, "_no_weight_decay", False)}
+
+
+def assigned(layer: HarmonicAttention) -> HarmonicAttention:
+    with torch.device("meta"):
+        twin = HarmonicAttention(hidden_size=8)
+    twin.load_state_dict(layer.state_dict(), assign=True)
+    return twin
+
+
+@pytest.mark.parametrize("replace", [
+    copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer)), lambda layer: layer.bfloat16(),
+    lambda layer: layer.to_empty(device="meta"), assigned,
+], ids=["deepcopy", "pickle", "cast", "empty", "assign"])
+def test_exemption_from_weight_decay_outlives_the_parameter(
+    replace: Callable[[HarmonicAttention], HarmonicAttention],
+) -> None:
+    layer = HarmonicAttention(hidden_size=8)
+    layer = replace(layer)
+    assert marked(layer) == {f"levels.{i}.timescale.bias" for i in range(3)}
+
+
+@pytest.mark.parametrize("timescale_mode", ["bounded", "init"])
+def test_narrow_logits_keep_the_timescales_on_average(timescale_mode: str) -> None:
+    layer = HarmonicAttention(hidden_size=64, timescale_mode=timescale_mode)
+    # as spread as the logits of a new model
+    gate = 0.3 * torch.randn(1, 4000, 64).bfloat16()
+    for level in layer.levels:
+        u = level.timescale(gate)
+        assert u.dtype == torch.bfloat16
+        taus = []
+        for logits in (u.double(), gate.double() + level.timescale.bias.double()):
+            a_min, a_max = level.decay_range
+            taus.append(1 / ((1 - a_max) + (a_max - a_min) * torch.sigmoid(-logits)))
+        # a bias rounded to bfloat16 would be off by up to 1.6% in every token
+        assert (taus[0].mean((0, 1)) / taus[1].mean((0, 1)) - 1).abs().max() < 2e-3
+        assert (taus[0] / taus[1] - 1).abs().max() < 0.04
 
 
 @given(kwargs=options())
@@ -170,6 +212,9 @@ def test_fractional_width_is_rounded_to_the_nearest(expand_ratio: float) -> None
     ("mode", "parallel"), ("timescale_mode", "free"), ("hidden_size", 0), ("hidden_size", 8.0), ("hidden_size", True),
     ("hidden_size", None), ("gate_ratio", 0), ("gate_ratio", 1.5), ("gate_rank", -1), ("conv_size", 0), ("conv_size", None),
     ("expand_ratio", 0), ("expand_ratio", -1), ("expand_ratio", math.nan), ("expand_ratio", math.inf),
+    ("expand_ratio", "2"), ("expand_ratio", None), ("expand_ratio", True),
+    ("use_prediction_error", "no"), ("use_output_gate", 1), ("use_output_proj", None), ("use_short_conv", "no"),
+    ("conv_bias", 0), ("norm_eps", -1), ("norm_eps", 0), ("norm_eps", "1e-5"), ("norm_eps", math.nan), ("norm_eps", None),
     ("timescales", ()), ("timescales", [(1, 2)]), ("timescales", [(5, 5)]), ("timescales", [(8, 2)]),
     ("timescales", [(2, math.inf)]), ("timescales", [(2, 3, 4)]), ("timescales", 5),
     ("timescales", [("a", "b")]), ("timescales", None),
@@ -199,8 +244,27 @@ def test_bad_input_is_named() -> None:
         layer(x, attention_mask=torch.zeros(2, 5))
     with pytest.raises(ValueError, match="`cu_seqlens` needs a batch of 1; got 2"):
         layer(x, cu_seqlens=torch.tensor([0, 10]))
+    with pytest.raises(ValueError, match="must hold 0 and 1 alone; got values from 1 to 3"):
+        layer(x, attention_mask=torch.tensor([[1, 1, 2, 2, 3]] * 2))
     with pytest.raises(ValueError, match="requires `layer_idx`"):
         layer(x, past_key_values=Cache())
+
+
+@pytest.mark.parametrize("use_short_conv", [False, True])
+def test_cache_that_does_not_fit_is_named(use_short_conv: bool) -> None:
+    layer, x = HarmonicAttention(hidden_size=8, layer_idx=0, use_short_conv=use_short_conv), torch.randn(2, 5, 8)
+    cache = Cache()
+    layer(x, past_key_values=cache)
+    for options in (dict(x=x[:1]), dict(x=x[:1], cu_seqlens=torch.tensor([0, 2, 4, 5])),
+                    dict(x=torch.cat([x, x]), attention_mask=torch.ones(4, 5, dtype=torch.long))):
+        rows = len(options["x"]) if "cu_seqlens" not in options else 3
+        with pytest.raises(ValueError, match=rf"`past_key_values` must hold 3 states of shape \({rows}, 8\) for layer 0"):
+            layer(options.pop("x"), past_key_values=cache, **options)
+    for other in (dict(timescales=[(2, 3)]), dict(expand_ratio=2), dict(use_short_conv=not use_short_conv)):
+        twin = HarmonicAttention(**{"hidden_size": 8, "layer_idx": 0, "use_short_conv": use_short_conv, **other})
+        with pytest.raises(ValueError, match="Pass a cache that this model made of as many sequences"):
+            twin(x, past_key_values=cache)
+    assert cache.get_seq_length() == 5
 
 
 @pytest.mark.parametrize("shape", [(3, 0), (0, 4), (0, 0)])

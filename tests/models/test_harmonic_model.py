@@ -109,6 +109,15 @@ def test_saved_models_load_bit_equal_in_a_new_process(tmp_path: Path) -> None:
 
 
 @presets
+def test_loaded_timescales_are_exempt_from_weight_decay(preset: str, tmp_path: Path) -> None:
+    model(preset).save_pretrained(tmp_path)
+    for options in ({}, {"dtype": torch.bfloat16}):
+        lm = HarmonicForCausalLM.from_pretrained(tmp_path, **options)
+        exempt = {name for name, p in lm.named_parameters() if getattr(p, "_no_weight_decay", False)}
+        assert exempt == {name for name, _ in lm.named_parameters() if name.endswith("timescale.bias")} != set()
+
+
+@presets
 @pytest.mark.parametrize("timescale_mode", ["bounded", "init"])
 @pytest.mark.parametrize("route", ["cpu", "meta", "loaded"])
 def test_initialisation_leaves_nothing_out(preset: str, timescale_mode: str, route: str, tmp_path: Path) -> None:
