@@ -153,8 +153,10 @@ def labels_within_documents(
             The label that is not scored.
     """
     if cu_seqlens is not None:
-        starts = cu_seqlens.to(labels.device, torch.int64)[:-1]
-        return labels.index_fill(1, starts[starts < labels.shape[1]], ignore_index)
+        # one place more, for documents without tokens at the end
+        first = torch.zeros(labels.shape[1] + 1, dtype=torch.bool, device=labels.device)
+        first = first.index_fill(0, cu_seqlens.to(labels.device, torch.int64), True)[:-1]
+        return labels.masked_fill(first, ignore_index)
     if attention_mask is None:
         return labels
     mask = padding_mask(attention_mask, *labels.shape).to(labels.device)
