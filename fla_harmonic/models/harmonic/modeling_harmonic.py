@@ -14,10 +14,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fla_harmonic.layers.harmonic import HarmonicAttention
 from fla_harmonic.models.harmonic.configuration_harmonic import HarmonicConfig
 from fla_harmonic.models.harmonic.packing import document_borders, labels_within_documents
+from fla_harmonic.models.harmonic.streaming import HarmonicStream
 from fla_harmonic.modules import MLP, Attention, GatedMLP, RMSNorm, padding_mask
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable
+
     from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+    from fla_harmonic.models.harmonic.stream_state import StreamState
 
 
 # made once: torch.compile does not trace a module that is made within the graph
@@ -302,6 +308,41 @@ class HarmonicForCausalLM(HarmonicPreTrainedModel, FLAForCausalLM, FLAGeneration
             self, input_ids, next_sequence_length=next_sequence_length,
             cache=past_key_values if cache is None else cache, attention_mask=attention_mask, inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration, **kwargs)
+
+    def stream(
+        self,
+        tokens: Iterable[Any],
+        chunk_size: int = 1024,
+        state: StreamState | str | os.PathLike | None = None,
+    ) -> HarmonicStream:
+        """
+        Scores a text of any length in constant memory: T tokens give T - 1 losses, those of one pass over the whole text.
+
+        Args:
+            tokens (Iterable):
+                The text: an iterable of integers, or of pieces of any lengths, ids of shape `[n]`, or `[B, n]` for B texts
+                of equal length; or one tensor or array.
+            chunk_size (int):
+                Tokens that the model reads at once. Sets speed and memory, and changes no loss beyond rounding. Default: 1024.
+            state (StreamState | str | PathLike, Optional):
+                Where to go on: the `state` of another stream, or the file that its `save` wrote. Default: an empty text.
+
+        Returns:
+            HarmonicStream:
+                Iterator of negative log-likelihoods in nats, float32, `[n]` or `[B, n]`, one for each token but the first;
+                its `state` can be kept, and its `save` writes it to a file.
+
+        Raises:
+            ValueError: for a model with attention layers, whose memory grows, a bad `chunk_size`, or another model's state.
+
+        Examples::
+            >>> stream = model.stream(token for line in open("book.txt") for token in tokenizer(line).input_ids)
+            >>> nats = sum(losses.sum() for losses in stream)
+            >>> stream.save("book.safetensors")
+            # in another process
+            >>> more = model.stream(second_volume, state="book.safetensors")
+        """
+        return HarmonicStream(self, tokens, chunk_size, state)
 
     @property
     def criterion(self) -> nn.Module | None:

@@ -1,0 +1,237 @@
+"""What a stream of tokens leaves in a model's memory, and its file."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from fla.models.cache_utils import Cache
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from fla_harmonic.layers.harmonic import HarmonicAttention
+from fla_harmonic.models.harmonic.configuration_harmonic import HarmonicConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fla_harmonic.models.harmonic.modeling_harmonic import HarmonicForCausalLM
+
+FORMAT = "fla_harmonic.stream"
+VERSION = "1"
+# fields of the config that change no state: special tokens, initialisation, and which of two equal kernels runs
+_IRRELEVANT = {
+    "self", "kwargs", "attn_mode", "max_position_embeddings", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id",
+    "initializer_range", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy",
+}
+_COUNTERS = ("scored", "tokens", "targets")
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """
+    What a stream remembers: a constant number of values, however many tokens it has read.
+
+    Attributes:
+        cache (Cache | None):
+            States after the tokens before `pending`; `None` if there are none.
+        pending (torch.Tensor):
+            The last tokens, `[B, n]` int64 on the CPU, which are not in the cache. The very last is the next one's context.
+        scored (int):
+            Targets among `pending` whose loss has been given out.
+        tokens (int):
+            Tokens read of each row, `pending` included.
+        targets (int):
+            Targets scored, over all rows.
+        nll (float):
+            Their summed negative log-likelihood in nats.
+        is_batch (bool | None):
+            Whether tokens come as `[B, n]`, not `[n]`; `None` before the first.
+        metadata (dict[str, str]):
+            Whatever the caller wants to keep with it.
+    """
+
+    cache: Cache | None = None
+    pending: torch.Tensor = field(default_factory=lambda: torch.empty(1, 0, dtype=torch.long))
+    scored: int = 0
+    tokens: int = 0
+    targets: int = 0
+    nll: float = 0.0
+    is_batch: bool | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+def copy_cache(cache: Cache) -> Cache:
+    """A cache of the same states in memory of their own."""
+    copied = Cache()
+    for index, layer in enumerate(cache):
+        conv = layer["conv_state"]
+        copied.update(
+            layer_idx=index,
+            recurrent_state=tuple(state.clone() for state in layer["recurrent_state"]),
+            conv_state=None if conv is None else conv.clone(),
+            offset=cache.get_seq_length())
+    return copied
+
+
+def fingerprint(model: HarmonicForCausalLM) -> str:
+    """SHA-256 of the names, types, shapes and values of a model's weights."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        # bytes whatever the type: numpy knows no bfloat16
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def save_state(path: str | os.PathLike, state: StreamState, model: HarmonicForCausalLM) -> None:
+    """
+    Write a state as a safetensors file: all levels of all layers, convolutions, pending tokens and counts, with the
+    architecture and the fingerprint of its model. An interrupted write leaves the file that was there.
+
+    Args:
+        path (str | PathLike):
+            The file; replaced if it exists.
+        state (StreamState):
+            The state.
+        model (HarmonicForCausalLM):
+            The model that it belongs to.
+    """
+    tensors = {"pending": state.pending.clone(), **_tensors(state.cache)}
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "config": json.dumps(_architecture(model.config)),
+        "weights": fingerprint(model),
+        "shape": json.dumps(list(state.pending.shape)),
+        # exact, unlike a decimal number
+        "nll": state.nll.hex(),
+        "is_batch": json.dumps(state.is_batch),
+        "metadata": json.dumps(state.metadata),
+        **{name: str(getattr(state, name)) for name in _COUNTERS},
+    }
+    path = Path(path)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(tensors, draft, metadata)
+        with open(draft, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def load_state(path: str | os.PathLike, model: HarmonicForCausalLM) -> StreamState:
+    """
+    Read a state that `save_state` wrote, on the model's device.
+
+    Args:
+        path (str | PathLike):
+            The file.
+        model (HarmonicForCausalLM):
+            The model that is to go on.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no whole state, or belongs to a model of another architecture or with other weights.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"expected the state of a stream at {path}; found no file. `HarmonicStream.save` writes one.")
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({error}). Stream the text anew.") from error
+    found = (metadata.get("format"), metadata.get("version"))
+    if found != (FORMAT, VERSION):
+        raise ValueError(
+            f"{path}: expected a state of format {FORMAT!r}, version {VERSION}; got format {found[0]!r}, version {found[1]}. "
+            "Pass a file that `HarmonicStream.save` of this version wrote.")
+    with _complete(path):
+        _check_model(path, json.loads(metadata["config"]), metadata["weights"], model)
+        rows, length = json.loads(metadata["shape"])
+        return StreamState(
+            cache=_cache(path, tensors, rows, int(metadata["tokens"]) - length, model),
+            pending=_read(path, tensors, "pending", rows, length),
+            nll=float.fromhex(metadata["nll"]),
+            is_batch=json.loads(metadata["is_batch"]),
+            metadata=json.loads(metadata["metadata"]),
+            **{name: int(metadata[name]) for name in _COUNTERS},
+        )
+
+
+@contextmanager
+def _complete(path: str | os.PathLike) -> Iterator[None]:
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{path}: expected {error} in the state of a stream, found none. Stream the text anew.") from error
+
+
+def _architecture(config: HarmonicConfig) -> dict[str, Any]:
+    names = [name for name in inspect.signature(HarmonicConfig.__init__).parameters if name not in _IRRELEVANT]
+    return {name: getattr(config, name) for name in names}
+
+
+def _check_model(path: str | os.PathLike, config: dict[str, Any], weights: str, model: HarmonicForCausalLM) -> None:
+    remedy = "Load the model that wrote the state, or stream the text anew."
+    # as JSON gives it back: tuples become lists
+    own = json.loads(json.dumps(_architecture(model.config)))
+    differing = [name for name in {**own, **config} if own.get(name) != config.get(name)]
+    if differing:
+        expected, got = (", ".join(f"{name}={fields.get(name)!r}" for name in differing) for fields in (own, config))
+        raise ValueError(f"{path}: expected the state of a model with {expected}; got one of a model with {got}. {remedy}")
+    if weights != (expected := fingerprint(model)):
+        raise ValueError(
+            f"{path}: expected the state of a model with weights {expected[:12]}; got one of the same architecture with "
+            f"weights {weights[:12]} (SHA-256). {remedy}")
+
+
+def _tensors(cache: Cache | None) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for index, layer in enumerate([] if cache is None else cache):
+        for level, state in enumerate(layer["recurrent_state"]):
+            tensors[f"layers.{index}.recurrent_state.{level}"] = state
+        if layer["conv_state"] is not None:
+            tensors[f"layers.{index}.conv_state"] = layer["conv_state"]
+    # clones: a file holds no two views of one memory
+    return {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
+
+
+def _read(path: str | os.PathLike, tensors: dict[str, torch.Tensor], name: str, *shape: int) -> torch.Tensor:
+    if tensors[name].shape != shape:
+        raise ValueError(
+            f"{path}: expected {name} of shape {shape} in the state of a stream; got {tuple(tensors[name].shape)}. Stream the "
+            "text anew.")
+    return tensors[name]
+
+
+def _cache(
+    path: str | os.PathLike,
+    tensors: dict[str, torch.Tensor],
+    rows: int,
+    tokens: int,
+    model: HarmonicForCausalLM,
+) -> Cache | None:
+    if tokens == 0:
+        return None
+    cache = Cache()
+    for index, block in enumerate(model.model.layers):
+        layer, prefix = cast(HarmonicAttention, block.attn), f"layers.{index}"
+        device = next(layer.parameters()).device
+        recurrent = tuple(
+            _read(path, tensors, f"{prefix}.recurrent_state.{level}", rows, layer.level_size).to(device)
+            for level in range(len(layer.levels)))
+        conv = None
+        if layer.use_short_conv:
+            conv = _read(path, tensors, f"{prefix}.conv_state", rows, layer.hidden_size, layer.conv_size).to(device)
+        cache.update(layer_idx=index, recurrent_state=recurrent, conv_state=conv, offset=tokens)
+    return cache
