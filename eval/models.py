@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-import fla_harmonic  # noqa: F401  (registers its classes with transformers)
+from fla_harmonic import HarmonicForCausalLM
 from fla_harmonic.titan.flavors import HARMONIC, LLAMA, MAMBA
 from fla_harmonic.titan.mamba import load_mamba
 
@@ -46,3 +46,18 @@ def build(flavor: str) -> PreTrainedModel:
         known = [f"{name}/{size}" for name, flavors in FAMILIES.items() for size in flavors]
         raise ValueError(f"`flavor` must be one of {known}; got {flavor!r}.")
     return FAMILIES[family][size].build_hf().eval()
+
+
+def load_recurrent(directory: Path) -> HarmonicForCausalLM:
+    """
+    The model of a directory, as `load` gives it, if its memory of a text is constant.
+
+    Raises:
+        ValueError: it is none of this package's recurrent models.
+    """
+    model, _ = load(directory)
+    if not isinstance(model, HarmonicForCausalLM):
+        raise ValueError(
+            f"streaming needs a model with a constant state, HarmonicForCausalLM; got {type(model).__name__} (model type "
+            f"{model.config.model_type!r}) in {directory}. Score it in windows: `python -m eval.score --seq_len N`.")
+    return model
