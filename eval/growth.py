@@ -21,7 +21,7 @@ from fla_harmonic import HarmonicForCausalLM
 
 LENGTHS = (1_000, 100_000)
 MODES = ("stream", "generate")
-ROUNDS = 25
+ROUNDS = 51
 
 
 @dataclass
@@ -52,6 +52,9 @@ class Growth:
 
     seconds: float
     """Median time a token after `length`."""
+
+    cpu_seconds: float
+    """The same in time of the CPU, which other programs on the machine disturb less."""
 
 
 def peak_bytes() -> int:
@@ -127,16 +130,17 @@ def measure(model: Path, mode: str, lengths: tuple[int, ...] = LENGTHS, chunk_si
             processes.append(
                 subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1))
         peaks = [int(_answer(process)) for process in processes]
-        times: list[list[float]] = [[] for _ in processes]
+        times: list[list[list[float]]] = [[] for _ in processes]
         for _ in range(ROUNDS):
             for process, own in zip(processes, times, strict=True):
                 process.stdin.write("next\n")  # type: ignore[union-attr]
-                own.append(float(_answer(process)) / chunk_size)
+                own.append([float(seconds) / chunk_size for seconds in _answer(process).split()])
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    return [Growth(mode, *row) for row in zip(lengths, peaks, map(statistics.median, times), strict=True)]
+    medians = [[statistics.median(column) for column in zip(*own, strict=True)] for own in times]
+    return [Growth(mode, length, peak, *row) for length, peak, row in zip(lengths, peaks, medians, strict=True)]
 
 
 def _answer(process: subprocess.Popen[str]) -> str:
@@ -148,12 +152,14 @@ def _answer(process: subprocess.Popen[str]) -> str:
 
 def table(rows: list[Growth]) -> str:
     """The measurements as Markdown, with the ratio to the first length of the same mode."""
-    lines = ["| tokens | mode | peak memory, MiB | ratio | time a token, us | ratio |", "|---|---|---|---|---|---|"]
+    lines = ["| tokens | mode | peak memory, MiB | ratio | time a token, us | ratio | CPU time a token, us | ratio |",
+             "|---|---|---|---|---|---|---|---|"]
     for row in rows:
         first = next(other for other in rows if other.mode == row.mode)
         lines.append(
             f"| {row.length:,} | {row.mode} | {row.peak_bytes / 2**20:.1f} | {row.peak_bytes / first.peak_bytes:.3f} | "
-            f"{row.seconds * 1e6:.1f} | {row.seconds / first.seconds:.3f} |")
+            f"{row.seconds * 1e6:.1f} | {row.seconds / first.seconds:.3f} | "
+            f"{row.cpu_seconds * 1e6:.1f} | {row.cpu_seconds / first.cpu_seconds:.3f} |")
     return "\n".join(lines)
 
 
@@ -163,9 +169,9 @@ def main(options: Options) -> None:
     go_on(options.length)
     print(peak_bytes(), flush=True)
     for _ in sys.stdin:
-        start = time.perf_counter()
+        start = time.perf_counter(), time.process_time()
         go_on(options.chunk_size)
-        print(time.perf_counter() - start, flush=True)
+        print(time.perf_counter() - start[0], time.process_time() - start[1], flush=True)
 
 
 if __name__ == "__main__":
