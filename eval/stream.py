@@ -17,9 +17,9 @@ from pathlib import Path
 import tyro
 from tqdm import tqdm
 
+from eval.audit import check_causal
 from eval.growth import MODES, measure, table
 from eval.models import load_recurrent
-from eval.score import check_causal
 from eval.text_pieces import TextPieces
 from fla_harmonic import HarmonicForCausalLM
 from fla_harmonic.models.harmonic.streaming import HarmonicStream
