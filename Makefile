@@ -5,12 +5,12 @@ THREADS ?= 2
 RUN = OMP_NUM_THREADS=$(THREADS) $(VENV)/bin/python
 TRAIN = $(VENV)/bin/torchrun --standalone --nproc_per_node=1 -m torchtitan.train --job.config_file
 
-.PHONY: train compare test bench clean
+.PHONY: train compare test lowest bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q -c constraints.txt torch
-	$(VENV)/bin/pip install -q -c constraints.txt -e ".[dev,eval]"
+	$(VENV)/bin/pip install -q -c constraints.txt -e ".[dev]"
 	touch $@
 
 train: $(VENV)/.installed
@@ -27,6 +27,9 @@ test: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+
+lowest: $(VENV)/.installed
+	$(VENV)/bin/nox -s lowest
 
 bench: $(VENV)/.installed
 	$(RUN) -m benchmarks.scan --threads $(THREADS) --rounds 9 --csv docs/scan.csv --png docs/scan.png

@@ -76,7 +76,8 @@ def check_torchtitan_version() -> None:
         found = "none"
     if not found.startswith("0.2."):
         raise RuntimeError(
-            f"fla_harmonic.titan expects torchtitan 0.2.x, but found {found}. Remedy: pip install torchtitan==0.2.2"
+            f"fla_harmonic.titan expects torchtitan 0.2.x, but found {found}. Remedy: pip install torchtitan==0.2.2, or this "
+            "package with its extra: pip install 'fla-harmonic[titan]' (in a checkout: pip install '.[titan]')"
         )
 
 

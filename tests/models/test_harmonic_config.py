@@ -1,12 +1,18 @@
+import copy
+import inspect
 import json
+import math
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from small_models import config
-from transformers import AutoConfig
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import VOCAB, config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fla_harmonic import HarmonicConfig, HarmonicForCausalLM
 
@@ -44,31 +50,198 @@ def test_paper_preset_body_follows_the_formula(hidden_size: int) -> None:
 
 
 def test_preset_fields_can_be_replaced() -> None:
-    given = HarmonicConfig.paper(hidden_size=16, vocab_size=9, num_hidden_layers=3, gate_ratio=None, gated_mlp=True)
-    assert (given.num_hidden_layers, given.gate_ratio, given.gated_mlp, given.intermediate_size) == (3, None, True, 64)
+    preset = HarmonicConfig.paper(hidden_size=16, vocab_size=9, num_hidden_layers=3, gate_ratio=None, gated_mlp=True)
+    assert (preset.num_hidden_layers, preset.gate_ratio, preset.gated_mlp, preset.intermediate_size) == (3, None, True, 64)
 
 
-@pytest.mark.parametrize("preset", ["paper", "stack"])
-@pytest.mark.parametrize("timescales", [[[2.2, 8.3]], [[2, 4], [8, 16], [32, 64], [128, 256]]], ids=["one", "four"])
-def test_config_survives_json(preset: str, timescales: list[list[float]], tmp_path: Path) -> None:
-    given = config(preset, "init", timescales=timescales, gate_ratio=None, gate_rank=4, tie_word_embeddings=True)
-    assert HarmonicConfig(**json.loads(given.to_json_string())).to_dict() == given.to_dict()
-    given.save_pretrained(tmp_path)
-    loaded = AutoConfig.from_pretrained(tmp_path)
-    assert type(loaded) is HarmonicConfig
-    assert {**loaded.to_dict(), "_name_or_path": ""} == given.to_dict()
-    assert loaded.timescales == timescales
+sizes = st.integers(1, 64)
+ids = st.none() | st.integers(0, 60)
+values = dict(
+    hidden_size=sizes, expand_ratio=st.sampled_from([1, 2, 1.5]), hidden_ratio=st.none() | sizes,
+    intermediate_size=st.none() | sizes, num_hidden_layers=st.integers(1, 4), conv_size=sizes,
+    attn_mode=st.sampled_from(["chunk", "fused_recurrent"]), timescale_mode=st.sampled_from(["bounded", "init"]),
+    timescales=st.lists(st.tuples(st.floats(1.5, 9), st.integers(10, 1000)), min_size=1, max_size=4),
+    gate_rank=st.none() | sizes, max_position_embeddings=st.none() | sizes,
+    norm_eps=st.floats(1e-12, 1), initializer_range=st.floats(0, 1), vocab_size=st.integers(61, 99), pad_token_id=ids,
+    bos_token_id=ids, eos_token_id=ids | st.lists(st.integers(0, 60), min_size=1),
+    attn=st.none() | st.just({"layers": [0], "num_heads": 1}),
+    dtype=st.sampled_from([None, "bfloat16", torch.float32]), id2label=st.just({0: "a", 1: "b", 2: "c"}),
+    architectures=st.just(["HarmonicForCausalLM"]),
+    **{flag: st.booleans() for flag in (
+        "use_prediction_error", "use_output_gate", "use_short_conv", "conv_bias", "gated_mlp", "elementwise_affine",
+        "use_cache", "tie_word_embeddings", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "use_l2warp")},
+)
+
+
+@given(st.fixed_dictionaries({}, optional=values))
+def test_config_survives_json(given_fields: dict[str, Any]) -> None:
+    written = HarmonicConfig(**given_fields)
+    for name in given_fields.keys() - {"timescales", "dtype", "attn"}:
+        assert getattr(written, name) == given_fields[name]
+    with TemporaryDirectory() as folder:
+        written.save_pretrained(folder)
+        for loaded in (
+            AutoConfig.from_pretrained(folder), HarmonicConfig.from_pretrained(folder),
+            HarmonicConfig(**json.loads(written.to_json_string())), HarmonicConfig(**written.to_diff_dict()),
+            HarmonicConfig.from_dict(written.to_dict()), copy.deepcopy(written),
+        ):
+            assert type(loaded) is HarmonicConfig
+            assert loaded == written
+            assert loaded.to_json_string() == written.to_json_string()
+
+
+@given(st.data())
+def test_configs_that_differ_are_unequal(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(values.keys() - {"dtype", "id2label", "architectures"})))
+    one, other = (HarmonicConfig(**{"vocab_size": 61, name: data.draw(values[name])}) for _ in range(2))
+    assert (one == other) == (getattr(one, name) == getattr(other, name))
+
+
+# each value is one that `json` can write
+BAD = [0.5, "1", "no", -1, 0, [], {}, [0], {"a": 1}, "x", None, True, math.inf, math.nan, 10**6]
+GOOD = {
+    **{field: {10**6} for field in (
+        "hidden_size", "num_hidden_layers", "vocab_size", "conv_size")},
+    **{field: {None, 10**6} for field in (
+        "hidden_ratio", "intermediate_size", "gate_ratio", "gate_rank", "max_position_embeddings")},
+    **{field: {True} for field in (
+        "use_prediction_error", "use_output_gate", "use_output_proj", "use_short_conv", "conv_bias", "gated_mlp",
+        "elementwise_affine", "use_cache", "tie_word_embeddings", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy",
+        "use_l2warp")},
+    "fuse_linear_cross_entropy": set(),
+    "expand_ratio": {0.5, 10**6}, "norm_eps": {0.5, 10**6}, "initializer_range": {0.5, 0, 10**6},
+    "pad_token_id": {None, 0}, "bos_token_id": {None, 0}, "eos_token_id": {None, 0},
+    "attn": {None}, "timescales": set(), "attn_mode": set(), "timescale_mode": set(), "hidden_act": set(),
+}
+
+
+def is_good(field: str, value: Any) -> bool:
+    if (field, value) in [("eos_token_id", [0]), ("attn", [])]:
+        return True
+    return any(type(value) is type(good) and value == good for good in GOOD[field])
+
+
+def test_the_table_of_values_has_every_field() -> None:
+    own = inspect.signature(HarmonicConfig.__init__).parameters.keys() - {"self", "kwargs"}
+    assert own == GOOD.keys()
+
+
+@pytest.mark.parametrize("field", sorted(GOOD))
+def test_impossible_value_is_refused_with_the_name_of_its_field(field: str) -> None:
+    for value in BAD:
+        if is_good(field, value):
+            assert getattr(HarmonicConfig(**{field: value}), field) == value
+            continue
+        with pytest.raises(ValueError, match=rf"`?{field}`?"):
+            HarmonicConfig(**{field: value})
 
 
 @pytest.mark.parametrize(("field", "value"), [
     *product(("hidden_size", "num_hidden_layers", "vocab_size", "conv_size"), (0, -1, 1.5, None, True)),
     *product(("hidden_ratio", "intermediate_size", "gate_ratio", "gate_rank"), (0, 1.5, True)),
-    *product(("timescales",), ([], [(4, 2)])),
+    *product(("timescales",), ([], [(4, 2)], [("2", "4")], ["25"], [(2, math.inf)], [(True, 4)], 5, "ab", [4, 8])),
     ("attn_mode", "parallel"), ("timescale_mode", "free"), ("hidden_act", "gelu"), ("expand_ratio", 0),
+    ("expand_ratio", "2"), ("norm_eps", -1), ("use_short_conv", "no"), ("initializer_range", -1), ("pad_token_id", -1),
+    ("eos_token_id", [0, 32000]), ("dtype", "bf"), ("dtype", 16), ("torch_dtype", "nn"), ("model_type", "llama"),
 ])
 def test_impossible_field_is_named_by_the_config(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"`{field}` must"):
         HarmonicConfig(**{field: value})
+
+
+@pytest.mark.parametrize("attn", [
+    3, "all", {}, {"layers": [0]}, {"num_heads": 2}, {"layers": [0], "num_heads": 0}, {"layers": 0, "num_heads": 2},
+    {"layers": [24], "num_heads": 2}, {"layers": [0], "num_heads": 2, "windowsize": 8}, {"layers": [0], "num_heads": 3},
+    {"layers": [0], "num_heads": 4, "num_kv_heads": 3}, [{"layers": [0], "num_heads": 2}, {"layers": [0], "num_heads": 2}],
+], ids=str)
+def test_malformed_attention_is_refused(attn: Any) -> None:
+    with pytest.raises(ValueError, match="attn"):
+        HarmonicConfig(attn=attn)
+
+
+@pytest.mark.parametrize(("field", "remedy"), [
+    ("time_scales", "Did you mean `timescales`"), ("expand_ratios", "Did you mean `expand_ratio`"),
+    ("num_heads", "Remove it"), ("hidden_dim", "`hidden_"), ("temperature", "generation_config"),
+])
+def test_unknown_field_is_refused_with_its_name(field: str, remedy: str, tmp_path: Path) -> None:
+    refused = pytest.raises(ValueError, match=rf"`{field}` is not a field of HarmonicConfig; got 3\. .*{remedy}")
+    with refused:
+        HarmonicConfig(**{field: 3})
+    with refused:
+        HarmonicConfig.paper(**{field: 3})
+    written = config("paper")
+    written.save_pretrained(tmp_path)
+    with refused:
+        HarmonicConfig.from_pretrained(tmp_path, **{field: 3})
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: 3}))
+    for auto in (AutoConfig, HarmonicConfig):
+        with refused:
+            auto.from_pretrained(tmp_path)
+
+
+# what this and other releases of transformers write into a config.json, or take as keyword arguments
+@pytest.mark.parametrize("fields", [
+    dict(architectures=["HarmonicForCausalLM"], dtype="bfloat16", transformers_version="5.6.2"),
+    dict(torch_dtype="float16", transformers_version="4.57.1", _name_or_path="x", _attn_implementation_autoset=True),
+    dict(model_type="harmonic", _commit_hash=None, name_or_path="x"),
+    dict(id2label={"0": "a", "1": "b"}, label2id={"a": 0, "b": 1}, problem_type="regression"),
+    dict(num_labels=3, output_hidden_states=True, return_dict=False, chunk_size_feed_forward=0, is_encoder_decoder=False),
+    dict(auto_map={"AutoConfig": "m--c.HarmonicConfig"}, custom_pipelines={}, tokenizer_class="PreTrainedTokenizerFast"),
+    dict(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    dict(attn_implementation="eager", output_attentions=False, experts_implementation=None),
+], ids=lambda fields: next(iter(fields)))
+def test_fields_of_transformers_pass(fields: dict[str, Any], tmp_path: Path) -> None:
+    written = config("stack", **fields)
+    assert written.vocab_size == VOCAB
+    written.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path) == written
+    loaded = HarmonicConfig.from_dict({**config("stack").to_dict(), **fields})
+    assert {**loaded.to_dict(), "_name_or_path": ""} == {**written.to_dict(), "_name_or_path": ""}
+
+
+def test_files_of_two_releases_of_transformers_load() -> None:
+    fields = config("stack").to_diff_dict()
+    for version in ("5.6.2", "5.24.0"):
+        assert HarmonicConfig(**{**fields, "transformers_version": version}) == config("stack")
+
+
+def test_fields_changed_after_construction_are_checked_before_use(tmp_path: Path) -> None:
+    for field, value in (("norm_eps", -1), ("vocab_size", 0), ("use_cache", 2), ("num_heads", 2), ("num_hidden_layers", True)):
+        written = config("paper")
+        setattr(written, field, value)
+        with pytest.raises(ValueError, match=f"`{field}`"):
+            HarmonicForCausalLM(written)
+        with pytest.raises(ValueError, match=f"`{field}`"):
+            written.save_pretrained(tmp_path)
+    config("paper").save_pretrained(tmp_path)
+    for field, value in (("norm_eps", -1), ("vocab_size", 0), ("timescales", [[4, 2]])):
+        for auto in (AutoConfig, HarmonicConfig, AutoModelForCausalLM):
+            with pytest.raises(ValueError, match=f"`{field}` must"):
+                auto.from_pretrained(tmp_path, **{field: value})
+    # the attention layer 1 goes with the layers
+    written = config("stack", attn={"layers": [1], "num_heads": 2})
+    written.num_hidden_layers = 1
+    with pytest.raises(ValueError, match="out-of-range layer 1"):
+        written.save_pretrained(tmp_path)
+
+
+def test_fields_can_be_replaced_at_loading(tmp_path: Path) -> None:
+    config("paper").save_pretrained(tmp_path)
+    loaded, unused = HarmonicConfig.from_pretrained(tmp_path, use_cache=False, foo=1, return_unused_kwargs=True)
+    assert (loaded.use_cache, unused) == (False, {"foo": 1})
+    assert HarmonicConfig.from_pretrained(tmp_path, use_cache=False) == loaded
+
+
+def test_a_subclass_may_add_fields() -> None:
+    class Wider(HarmonicConfig):
+        def __init__(self, width: int = 1, **kwargs: Any) -> None:
+            self.width = width
+            super().__init__(**kwargs)
+
+    assert (Wider(width=3, hidden_size=16).width, Wider(hidden_size=16).hidden_size) == (3, 16)
+    with pytest.raises(ValueError, match="`depth` is not a field of Wider"):
+        Wider(depth=3)
 
 
 def test_fields_that_exclude_one_another() -> None:
