@@ -13,6 +13,7 @@ from fla.layers.utils import get_layer_cache, update_layer_cache
 
 from fla_harmonic.modules import ShortConvolution, padding_mask
 from fla_harmonic.ops.harmonic import chunk_harmonic, fused_recurrent_harmonic
+from fla_harmonic.ops.harmonic.context_parallel import CPContext, cp_chunk_harmonic, tokens_before
 
 if TYPE_CHECKING:
     from fla.models.cache_utils import Cache
@@ -339,6 +340,9 @@ class HarmonicAttention(nn.Module):
                 Accepted as in every fla layer; a given cache is always updated, and there are no attentions.
             cu_seqlens (torch.Tensor, Optional):
                 In `kwargs`: borders of packed documents, `[N + 1]`, B = 1.
+            cp_context (CPContext, Optional):
+                In `kwargs`: the inputs are one rank's piece of a longer sequence (see `build_cp_context`); excludes a mask
+                and a cache.
 
         Returns:
             o (torch.Tensor):
@@ -350,13 +354,18 @@ class HarmonicAttention(nn.Module):
 
         Raises:
             ValueError: for a wrong shape of inputs, mask or borders, a cache of another number of sequences, or one without
-                `layer_idx`.
+                `layer_idx`, or what excludes `cp_context`.
         """
         if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"`hidden_states` must have shape [B, T, {self.hidden_size}]; got {tuple(hidden_states.shape)}.")
         B, T, _ = hidden_states.shape
         cu_seqlens = kwargs.get("cu_seqlens")
+        cp_context = kwargs.get("cp_context")
+        if cp_context is not None and not (attention_mask is None and past_key_values is None and self.mode == "chunk"):
+            raise ValueError(
+                "`cp_context` excludes `attention_mask`, `past_key_values` and any mode but 'chunk'; got one of them, or mode "
+                f"{self.mode!r}. Number documents in `build_cp_context`, and use one rank with a cache.")
         kept = None
         if attention_mask is not None and cu_seqlens is None:
             hidden_states, kept, cu_seqlens = _drop_pads(hidden_states, attention_mask)
@@ -366,7 +375,9 @@ class HarmonicAttention(nn.Module):
             last_state, B if cu_seqlens is None else cu_seqlens.shape[0] - 1)
         keep_states = past_key_values is not None
         x, conv_state = hidden_states, None
-        if self.use_short_conv:
+        if self.use_short_conv and cp_context is not None:
+            x = self._conv_over_ranks(x, cp_context)
+        elif self.use_short_conv:
             x, conv_state = self.conv1d(
                 x, cache=None if last_state is None else last_state["conv_state"],
                 output_final_state=keep_states, cu_seqlens=cu_seqlens)
@@ -376,8 +387,11 @@ class HarmonicAttention(nn.Module):
         below, z = x, x
         for index, level in enumerate(cast(Iterable[HarmonicLevel], self.levels)):
             u, v = level(z)
-            h, state = scan(u, v, level.decay_range, initial_state=states[index], output_final_state=keep_states,
-                            cu_seqlens=cu_seqlens)
+            if cp_context is not None:
+                h, state = cp_chunk_harmonic(u, v, level.decay_range, cp_context, cu_seqlens=cu_seqlens), None
+            else:
+                h, state = scan(u, v, level.decay_range, initial_state=states[index], output_final_state=keep_states,
+                                cu_seqlens=cu_seqlens)
             new_states.append(state)
             y = level.norm(h)
             outputs.append(y)
@@ -406,6 +420,14 @@ class HarmonicAttention(nn.Module):
                 f"one row a sequence, and {'a' if self.use_short_conv else 'no'} state of the convolution; it holds {held}. "
                 "Pass a cache that this model made of as many sequences, or a new one.")
         return states
+
+    def _conv_over_ranks(self, x: torch.Tensor, cp_context: CPContext) -> torch.Tensor:
+        if cp_context.first is not None:
+            raise ValueError(
+                "`use_short_conv` with packed documents does not work over ranks; got `cp_context` with documents. "
+                "Drop the documents, or use one rank.")
+        halo = tokens_before(x, self.conv_size - 1, cp_context)
+        return self.conv1d(torch.cat([halo, x], dim=1))[0][:, halo.shape[1]:]
 
     def state_size(self, **kwargs: Any) -> int:
         """Numbers that the layer remembers of a sequence, whatever its length."""

@@ -25,11 +25,13 @@ from torchtitan.protocols.train_spec import ParallelizeFunction, TrainSpec
 
 from fla_harmonic.titan.data import build_dataloader
 from fla_harmonic.titan.flavors import HARMONIC, LLAMA, MAMBA
+from fla_harmonic.titan.gradient_scale import replicas_summed
 from fla_harmonic.titan.llama import Llama
 from fla_harmonic.titan.metrics import build_metrics_processor
 from fla_harmonic.titan.model import HFModel, HFStateDictAdapter
 from fla_harmonic.titan.optimizer import build_optimizers
 from fla_harmonic.titan.parallelize import parallelize, parallelize_llama_anywhere
+from fla_harmonic.titan.pipeline import pipeline
 from fla_harmonic.titan.tokenizer import build_tokenizer
 
 _FAMILIES: dict[str, tuple[type[ModelProtocol], Mapping[str, BaseModelArgs], ParallelizeFunction, type[StateDictAdapter]]] = {
@@ -58,12 +60,12 @@ def register_specs() -> None:
             model_cls=model_cls,
             model_args=flavors,
             parallelize_fn=parallelize_fn,
-            pipelining_fn=None,
+            pipelining_fn=pipeline,
             build_optimizers_fn=build_optimizers,
             build_lr_schedulers_fn=build_lr_schedulers,
             build_dataloader_fn=build_dataloader,
             build_tokenizer_fn=build_tokenizer,
-            build_loss_fn=build_cross_entropy_loss,
+            build_loss_fn=replicas_summed(build_cross_entropy_loss),
             build_metrics_processor_fn=build_metrics_processor,
             state_dict_adapter=adapter,
         ))

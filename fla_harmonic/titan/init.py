@@ -42,6 +42,8 @@ def init_from_reference(
         buffer_device (torch.device | None):
             Where buffers go. Default: where they are.
 
+    A stage of a pipeline is such a model too: what torchtitan took out of it is left out of the comparison.
+
     Raises:
         RuntimeError: a parameter or buffer of the one has no counterpart of the same shape in the other.
     """
@@ -49,7 +51,13 @@ def init_from_reference(
         torch.default_generator.manual_seed(torch.initial_seed() if seed is None else seed)
         reference = build()
 
-    for target, source in _pairs("parameters", model.named_parameters(), reference.named_parameters()).values():
+    # whole modules that pipeline parallelism has given to other stages
+    elsewhere = _units(reference) - _units(model)
+
+    def here(named: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        return ((name, tensor) for name, tensor in named if not any(name.startswith(f"{unit}.") for unit in elsewhere))
+
+    for target, source in _pairs("parameters", model.named_parameters(), here(reference.named_parameters())).values():
         if isinstance(target, DTensor):
             shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
             window = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
@@ -59,9 +67,18 @@ def init_from_reference(
 
     # a buffer may have to change its device: it is set anew in the module that owns it
     owners = {clean_name(name): module for name, module in model.named_modules()}
-    for name, (target, source) in _pairs("buffers", model.named_buffers(), reference.named_buffers()).items():
+    for name, (target, source) in _pairs("buffers", model.named_buffers(), here(reference.named_buffers())).items():
         owner, _, leaf = name.rpartition(".")
         owners[owner]._buffers[leaf] = source.to(buffer_device or target.device)
+
+
+def _units(model: nn.Module) -> set[str]:
+    """Names of what torchtitan cuts a pipeline from: the modules of the model, and each entry of a `ModuleDict`."""
+    return {
+        f"{name}.{key}" if key else name
+        for name, module in model.named_children()
+        for key in (module if isinstance(module, nn.ModuleDict) else [""])
+    }
 
 
 def _pairs(

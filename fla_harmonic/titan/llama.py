@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fla_harmonic.titan.init import init_from_reference
 from fla_harmonic.titan.parallelize import check_job
+from fla_harmonic.titan.pipeline import check_stages
 
 
 @dataclass
@@ -28,6 +29,7 @@ class LlamaArgs(TransformerModelArgs):
             ValueError: the job asks for what is not supported (see `check_job`).
         """
         check_job(job_config, "llama")
+        check_stages(job_config, self.n_layers)
         super().update_from_config(job_config, **kwargs)
         self.seed = job_config.debug.seed
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.protocols import BaseModelArgs, ModelProtocol, StateDictAdapter
@@ -14,10 +15,12 @@ from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
+from fla_harmonic.ops.harmonic.context_parallel import build_cp_context
 from fla_harmonic.titan.init import init_from_reference
 from fla_harmonic.titan.mamba import build_mamba
 from fla_harmonic.titan.optimizer import undecayed_names
 from fla_harmonic.titan.parallelize import check_job
+from fla_harmonic.titan.pipeline import check_stages
 
 
 @dataclass(frozen=True)
@@ -98,14 +101,15 @@ class HFModelArgs(BaseModelArgs):
 
     def update_from_config(self, job_config: JobConfig, **kwargs: object) -> None:
         """
-        Take the seed from the job.
+        Take the seed from the job, and switch torchtitan's load balancer off, which would reorder the sequence.
 
         Raises:
             ValueError: the job asks for what is not supported (see `check_job`), or the flavor ties its tables.
         """
         check_job(job_config, self.family)
-        self.hf_config()
+        check_stages(job_config, self.hf_config().num_hidden_layers)
         self.seed = job_config.debug.seed
+        job_config.parallelism.context_parallel_load_balancer = None
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """
@@ -140,6 +144,8 @@ class HFModel(ModelProtocol):
     def __init__(self, model_args: HFModelArgs) -> None:
         super().__init__(model_args)
         self.model_args = model_args
+        # the ranks that hold the pieces of a sequence; set where the model is parallelized
+        self.cp_group: ProcessGroup | None = None
         family = FAMILIES[model_args.family]
         model = model_args.build_hf()
         base = getattr(model, family.base)
@@ -176,28 +182,36 @@ class HFModel(ModelProtocol):
         """
         Args:
             tokens (torch.Tensor):
-                Token ids of shape `[B, T]`.
+                Token ids of shape `[B, T]`; in a later stage of a pipeline the hidden states `[B, T, D]` of the one before.
             attention_masks, positions:
                 torchtitan's arguments of attention; a recurrence uses neither.
             document_ids (torch.Tensor, Optional):
                 Number of each token's document within its row, of shape `[B, T]`: the state begins anew where it
-                changes. Default: each row is one document.
+                changes. With context parallelism these are the ids of the whole sequence. Default: each row is one document.
 
         Returns:
-            Logits of shape `[B, T, vocab_size]`.
+            Logits of shape `[B, T, vocab_size]`; in an earlier stage of a pipeline the hidden states.
         """
-        shape = tokens.shape
-        packing = {}
+        shape = tokens.shape[:2]
+        packing: dict[str, Any] = {}
+        if self.cp_group is not None:
+            packing["cp_context"], packing["cu_seqlens"] = build_cp_context(self.cp_group, document_ids, shape[1])
+        elif document_ids is not None:
+            packing["cu_seqlens"] = document_borders(document_ids)
         if document_ids is not None:
             tokens = tokens.reshape(1, -1)
-            packing["cu_seqlens"] = document_borders(document_ids)
-        h = self.tok_embeddings(tokens)
+        # the stages of a pipeline lack modules: a later one gets hidden states, an earlier one returns them
+        h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
             h = layer(h, **packing)
             # fla's blocks return their cache along with the hidden states, Mamba's the hidden states alone
             h = h[0] if isinstance(h, tuple) else h
-        h = self.norm(h)
-        return self.output(h.to(self.output.weight.dtype)).reshape(*shape, -1)
+        if self.norm is not None:
+            h = self.norm(h)
+        if self.output is None:
+            return h
+        logits = self.output(h.to(self.output.weight.dtype))
+        return logits if document_ids is None else logits.reshape(*shape, -1)
 
 
 def document_borders(document_ids: torch.Tensor) -> torch.Tensor:

@@ -1,20 +1,24 @@
 """What of torchtitan's parallelism the three families support, and how it is applied to them."""
 
 import os
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.models.llama3.infra.parallelize import apply_compile, apply_fsdp, parallelize_llama
+from torchtitan.models.llama3.infra.parallelize import apply_compile, apply_ddp, apply_fsdp, parallelize_llama
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from fla_harmonic.ops.harmonic import scan_op  # noqa: F401  (registers torch.ops.fla_harmonic)
+from fla_harmonic.layers.harmonic import Timescale
+from fla_harmonic.ops.harmonic import context_parallel, scan_op  # noqa: F401  (register torch.ops.fla_harmonic)
 from fla_harmonic.titan import mamba
 from fla_harmonic.titan.config import data_section
+from fla_harmonic.titan.tensor_parallel import apply_tensor_parallel
 
 # what op-selective activation checkpointing keeps. Mamba's `linear_scan` is not here: its states are 16 times as wide as
 # the activations, and are computed anew chunk by chunk
@@ -22,6 +26,8 @@ _SAVED_OPS = {
     torch.ops.aten.mm.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops.fla_harmonic.harmonic_scan.default,
+    # computed anew it would communicate anew
+    torch.ops.fla_harmonic.cp_harmonic_scan.default,
 }
 
 
@@ -38,28 +44,8 @@ def check_job(job_config: JobConfig, family: str) -> None:
     Raises:
         ValueError: says what is not supported, what is configured, and the remedy.
     """
-    parallelism = job_config.parallelism
-    fsdp = "Remedy: shard over the data, parallelism.data_parallel_shard_degree = -1 (FSDP) and all other degrees 1"
-    degrees = {
-        "context parallelism": "context_parallel_degree",
-        "tensor parallelism": "tensor_parallel_degree",
-        "pipeline parallelism": "pipeline_parallel_degree",
-        "expert parallelism": "expert_parallel_degree",
-    }
-    for kind, field in degrees.items():
-        if (degree := getattr(parallelism, field)) > 1:
-            raise ValueError(f"{family}: {kind} is not supported, but parallelism.{field} = {degree}. {fsdp}")
-
-    replicas, shards = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
-    if shards == -1:
-        shards = int(os.environ.get("WORLD_SIZE", replicas)) // replicas
-    if replicas > 1 and shards == 1:
-        # torchtitan 0.2.2 divides by the global token count and DDP averages on top
-        raise ValueError(
-            f"{family}: replicas without shards (DDP) are not supported, because gradients would be divided twice, but "
-            f"parallelism.data_parallel_replicate_degree = {replicas} with {shards} shard. {fsdp}, or both degrees > 1 (HSDP)"
-        )
-
+    _check_degrees(job_config, family)
+    _check_combinations(job_config, family)
     if job_config.validation.enable:
         raise ValueError(
             f"{family}: validation during training is not supported, but validation.enable = true. "
@@ -93,21 +79,115 @@ def check_job(job_config: JobConfig, family: str) -> None:
         )
 
 
+def _shards(job_config: JobConfig) -> int:
+    """Ranks that share one copy of the parameters, as torchtitan reckons them: shards of the data and of the sequence."""
+    parallelism = job_config.parallelism
+    shards, context = parallelism.data_parallel_shard_degree, parallelism.context_parallel_degree
+    if shards == -1:
+        others = parallelism.data_parallel_replicate_degree * parallelism.tensor_parallel_degree
+        others *= parallelism.pipeline_parallel_degree * context
+        shards = max(1, int(os.environ.get("WORLD_SIZE", others)) // others)
+    return shards * context
+
+
+def _check_degrees(job_config: JobConfig, family: str) -> None:
+    parallelism = job_config.parallelism
+    shard = "parallelism.data_parallel_shard_degree = -1 (FSDP)"
+    unsupported = {"expert": "there are no experts"}
+    if family == "mamba":
+        unsupported["tensor"] = "the projections of its mixer mix what the ranks would hold"
+        unsupported["context"] = "its mixer starts every rank's piece from an empty state"
+    elif family == "llama" and utils.device_type == "cpu":
+        unsupported["context"] = "torch's ring attention has no CPU kernels"
+    for kind, reason in unsupported.items():
+        if (degree := getattr(parallelism, f"{kind}_parallel_degree")) > 1:
+            raise ValueError(
+                f"{family}: {kind} parallelism is not supported ({reason}), but parallelism.{kind}_parallel_degree = "
+                f"{degree}. Remedy: set it to 1 and shard over the data, {shard}"
+            )
+    if (degree := parallelism.expert_tensor_parallel_degree) > 1:
+        raise ValueError(
+            f"{family}: expert parallelism is not supported (there are no experts), but "
+            f"parallelism.expert_tensor_parallel_degree = {degree}. Remedy: set it to 1"
+        )
+    replicas, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
+    pipeline, context = parallelism.pipeline_parallel_degree, parallelism.context_parallel_degree
+    if replicas > 1 and _shards(job_config) == 1 and tensor * pipeline > 1:
+        raise ValueError(
+            f"{family}: replicas without shards (DDP) do not combine with tensor or pipeline parallelism, but "
+            f"parallelism.data_parallel_replicate_degree = {replicas} with tensor_parallel_degree = {tensor} and "
+            f"pipeline_parallel_degree = {pipeline}. Remedy: data_parallel_replicate_degree = 1 and {shard}"
+        )
+    if (length := job_config.training.seq_len) % (tensor * context):
+        raise ValueError(
+            f"{family}: expected training.seq_len to be a multiple of tensor x context parallel degree = {tensor} x "
+            f"{context}, but got {length}. Remedy: a length that is one"
+        )
+    if family == "harmonic" and context > 1 and parallelism.context_parallel_load_balancer == "ptrr":
+        raise ValueError(
+            "harmonic: a recurrence needs contiguous pieces of the sequence, but parallelism.context_parallel_load_balancer = "
+            "'ptrr'. Remedy: leave it out; it is switched off"
+        )
+
+
+def _check_combinations(job_config: JobConfig, family: str) -> None:
+    parallelism, training, compile_ = job_config.parallelism, job_config.training, job_config.compile
+    tensor, pipeline = parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree
+    is_sharded = _shards(job_config) > 1
+    if tensor * pipeline > 1 and not is_sharded and training.mixed_precision_param != training.dtype:
+        raise ValueError(
+            f"{family}: tensor or pipeline parallelism without FSDP trains in training.dtype alone, {training.dtype}, but "
+            f"training.mixed_precision_param = {training.mixed_precision_param!r}. Remedy: make both equal, or add FSDP "
+            "(parallelism.data_parallel_shard_degree > 1)"
+        )
+    if training.enable_cpu_offload and not (is_sharded and utils.device_type != "cpu"):
+        raise ValueError(
+            f"{family}: parameters are offloaded to the CPU by FSDP on an accelerator, but training.enable_cpu_offload = true "
+            f"{'without FSDP' if utils.device_type != 'cpu' else 'on the CPU'}. Remedy: training.enable_cpu_offload = false"
+        )
+    if tensor > 1 and compile_.enable and "loss" in compile_.components and not parallelism.disable_loss_parallel:
+        raise ValueError(
+            f"{family}: a loss over sharded logits must not be compiled (wrong values, torch 2.13), but "
+            f"parallelism.tensor_parallel_degree = {tensor} with compile.components = {compile_.components}. Remedy: "
+            "compile.components = [\"model\"], or parallelism.disable_loss_parallel = true"
+        )
+    if family == "harmonic" and tensor > 1 and parallelism.enable_async_tensor_parallel:
+        raise ValueError(
+            "harmonic: asynchronous tensor parallelism is not supported, but parallelism.enable_async_tensor_parallel = true. "
+            "Remedy: set it to false"
+        )
+    if pipeline > 1 and data_section(job_config).reset_documents:
+        raise ValueError(
+            f"{family}: torchtitan hands document_ids to the first stage of a pipeline alone, but data.reset_documents = true "
+            f"with parallelism.pipeline_parallel_degree = {pipeline}. Remedy: data.reset_documents = false, or no pipeline"
+        )
+
+
 def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
     """
-    torchtitan's activation checkpointing, compilation and FSDP or HSDP, in this order, for an `HFModel`.
+    Tensor and context parallelism, then torchtitan's activation checkpointing, compilation, and FSDP, HSDP or DDP, in this
+    order, for an `HFModel` or a pipeline stage of one.
 
     Args:
         model (nn.Module):
             The model with torchtitan's names, on the meta device. It is changed in place.
         parallel_dims (ParallelDims):
-            Meshes; only data parallelism is used (see `check_job`).
+            Meshes; `check_job` says which may be larger than 1.
         job_config (JobConfig):
             The job.
 
     Returns:
         The model.
+
+    Raises:
+        ValueError: the tensor parallel degree does not fit the model.
     """
+    training = job_config.training
+    if parallel_dims.tp_enabled:
+        apply_tensor_parallel(
+            model, parallel_dims.get_mesh("tp"), loss_parallel=not job_config.parallelism.disable_loss_parallel)
+    if parallel_dims.cp_enabled:
+        cast(Any, model).cp_group = parallel_dims.get_mesh("cp").get_group()
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     if job_config.activation_checkpoint.mode != "none":
         apply_ac(
@@ -121,17 +201,23 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
         apply_compile(model, job_config.compile)
     if parallel_dims.fsdp_enabled:
         names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+        mesh = parallel_dims.get_mesh(names)
+        if training.mixed_precision_param != "float32" and not compiled:
+            _keep_timescales_wide(model, mesh, training.enable_cpu_offload)
         apply_fsdp(
             model,
-            parallel_dims.get_mesh(names),
-            param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
-            reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
-            pp_enabled=False,
-            cpu_offload=job_config.training.enable_cpu_offload,
+            mesh,
+            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+            pp_enabled=parallel_dims.pp_enabled,
+            cpu_offload=training.enable_cpu_offload,
             reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
         )
         _reduce_on_gloo(model)
         logger.info(f"Applied {'HSDP' if parallel_dims.dp_replicate_enabled else 'FSDP'} to the model")
+    elif parallel_dims.dp_replicate_enabled:
+        # averages, which the loss makes up for (`gradient_scale.replicas_summed`)
+        apply_ddp(model, parallel_dims.get_mesh("dp_replicate"), enable_compile=compiled)
     return model
 
 
@@ -140,6 +226,15 @@ def parallelize_llama_anywhere(model: nn.Module, parallel_dims: ParallelDims, jo
     model = parallelize_llama(model, parallel_dims, job_config)
     _reduce_on_gloo(model)
     return model
+
+
+def _keep_timescales_wide(model: nn.Module, mesh: DeviceMesh, cpu_offload: bool) -> None:
+    """Groups of their own for the biases that set the timescales: FSDP rounds what is in a group to one type."""
+    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if cpu_offload else {}
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in model.modules():
+        if isinstance(module, Timescale):
+            fully_shard(module, mesh=mesh, mp_policy=policy, **options)
 
 
 def _reduce_on_gloo(model: nn.Module) -> None:

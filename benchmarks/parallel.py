@@ -1,0 +1,176 @@
+"""
+Does every kind of parallelism train like one process?
+
+    python -m benchmarks.parallel
+
+trains `titan_configs/harmonic_debug.toml`, made small, in each layout from the same initial weights on the same windows,
+on gloo, and prints a table: loss and gradient norm before clipping after the last step, and the largest relative
+difference to one process over all steps. Loss curves alone prove nothing: clipping hides a wrong size of the gradient, and
+a state lost at a shard's border moves the loss by less than a thousandth.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).parents[1]
+LOSS, NORM = "loss_metrics/global_avg_loss", "grad_norm"
+GLOBAL_BATCH, SEQ_LEN = 4, 128
+BOUND = 1e-6
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over processes: degrees of torchtitan's parallelism, and further overrides of the TOML."""
+
+    name: str
+    fsdp: int = 1
+    replicas: int = 1
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    accumulation: int = 1
+    family: str = "harmonic"
+    flavor: str = "debug"
+    overrides: tuple[str, ...] = ()
+    like: str = "1 process"
+
+    @property
+    def ranks(self) -> int:
+        return self.fsdp * self.replicas * self.tensor * self.context * self.pipeline
+
+    def arguments(self, out: Path, steps: int) -> list[str]:
+        """torchtitan's command line."""
+        local_batch = GLOBAL_BATCH // (self.fsdp * self.replicas * self.accumulation)
+        return [
+            f"--job.config_file={ROOT / f'titan_configs/{self.family}_debug.toml'}", f"--job.dump_folder={out / self.name}",
+            f"--model.flavor={self.flavor}", f"--training.steps={steps}", f"--training.seq_len={SEQ_LEN}",
+            f"--training.global_batch_size={GLOBAL_BATCH}", f"--training.local_batch_size={local_batch}",
+            "--lr_scheduler.warmup_steps=2", "--metrics.log_freq=1", "--metrics.no_enable_tensorboard",
+            "--checkpoint.no_enable", f"--parallelism.data_parallel_shard_degree={self.fsdp}",
+            f"--parallelism.data_parallel_replicate_degree={self.replicas}",
+            f"--parallelism.tensor_parallel_degree={self.tensor}", f"--parallelism.context_parallel_degree={self.context}",
+            f"--parallelism.pipeline_parallel_degree={self.pipeline}", *self.overrides,
+        ]
+
+
+LAYOUTS = (
+    Layout("1 process"),
+    Layout("FSDP 2", fsdp=2),
+    Layout("FSDP 4", fsdp=4),
+    Layout("HSDP 2x2", fsdp=2, replicas=2),
+    Layout("DDP 2", replicas=2),
+    Layout("TP 2", tensor=2),
+    Layout("PP 2", pipeline=2),
+    Layout("CP 2", context=2),
+    Layout("CP 4", context=4),
+    Layout("FSDP 2 x TP 2", fsdp=2, tensor=2),
+    Layout("FSDP 2 x CP 2", fsdp=2, context=2),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout's last loss and gradient norm, and the largest relative differences to its reference over all steps."""
+
+    layout: Layout
+    steps: int
+    loss: float
+    norm: float
+    loss_difference: float
+    norm_difference: float
+
+
+def run(layouts: Iterable[Layout], steps: int, out: Path) -> list[Row]:
+    """
+    Train in every layout; those of as many processes share one launch.
+
+    Raises:
+        RuntimeError: a run failed.
+    """
+    layouts = list(layouts)
+    for ranks in sorted({layout.ranks for layout in layouts}):
+        jobs = [layout.arguments(out, steps) for layout in layouts if layout.ranks == ranks]
+        (out / f"{ranks}.json").write_text(json.dumps(jobs))
+        command = [
+            sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--rdzv_backend=c10d",
+            "--rdzv_endpoint=localhost:0", "-m", "benchmarks.parallel", "work", str(out / f"{ranks}.json"),
+        ]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        if done.returncode:
+            raise RuntimeError(f"training on {ranks} processes failed:\n{done.stdout[-20000:]}")
+    curves = {layout.name: _read(out / layout.name) for layout in layouts}
+    rows = []
+    for layout in layouts:
+        curve, reference = curves[layout.name], curves[layout.like]
+        if not len(curve) == len(reference) == steps:
+            raise RuntimeError(f"{layout.name}: expected {steps} steps in metrics.jsonl, but got {len(curve)}")
+        loss, norm = (max(abs(a[key] / b[key] - 1) for a, b in zip(curve, reference, strict=True)) for key in (LOSS, NORM))
+        rows.append(Row(layout, steps, curve[-1][LOSS], curve[-1][NORM], loss, norm))
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows in Markdown."""
+    lines = [
+        f"| layout | loss, step {rows[0].steps} | gradient norm | largest relative difference: loss | gradient norm |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.layout.name} | {row.loss:.7f} | {row.norm:.7f} | {row.loss_difference:.1e} | {row.norm_difference:.1e} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _read(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def work(jobs: Path) -> None:
+    """One rank of a launch: train every job, one after another, in one process group."""
+    import torch
+    from torchtitan.config import ConfigManager
+    from torchtitan.tools.logging import init_logger
+    from torchtitan.train import Trainer
+
+    init_logger()
+    for arguments in json.loads(jobs.read_text()):
+        trainer = Trainer(ConfigManager().parse_args(arguments))
+        batches = trainer.batch_generator(trainer.dataloader)
+        while trainer.should_continue_training():
+            trainer.step += 1
+            trainer.train_step(batches)
+        trainer.close()
+        torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def main(steps: int = 20, out: Path | None = None) -> None:
+    """
+    Args:
+        steps: Steps of each layout.
+        out: Folder of the runs. Default: a temporary one.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = out or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = run(LAYOUTS, steps, folder)
+    print(table(rows))
+    if worst := [row.layout.name for row in rows if max(row.loss_difference, row.norm_difference) > BOUND]:
+        sys.exit(f"more than {BOUND} away from one process: {', '.join(worst)}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["work"]:
+        work(Path(sys.argv[2]))
+    else:
+        tyro.cli(main)
