@@ -53,7 +53,7 @@ class Layout:
             f"--job.config_file={ROOT / f'titan_configs/{self.family}_debug.toml'}", f"--job.dump_folder={out / self.name}",
             f"--model.flavor={self.flavor}", f"--training.steps={steps}", f"--training.seq_len={SEQ_LEN}",
             f"--training.global_batch_size={GLOBAL_BATCH}", f"--training.local_batch_size={local_batch}",
-            "--lr_scheduler.warmup_steps=2", "--metrics.log_freq=1", "--metrics.no_enable_tensorboard",
+            "--optimizer.lr=1e-3", "--lr_scheduler.warmup_steps=2", "--metrics.log_freq=1", "--metrics.no_enable_tensorboard",
             "--checkpoint.no_enable", f"--parallelism.data_parallel_shard_degree={self.fsdp}",
             f"--parallelism.data_parallel_replicate_degree={self.replicas}",
             f"--parallelism.tensor_parallel_degree={self.tensor}", f"--parallelism.context_parallel_degree={self.context}",
