@@ -51,11 +51,10 @@ def init_from_reference(
         torch.default_generator.manual_seed(torch.initial_seed() if seed is None else seed)
         reference = build()
 
-    # whole modules that pipeline parallelism has given to other stages
-    elsewhere = _units(reference) - _units(model)
+    elsewhere = _in_other_stages(model, reference)
 
     def here(named: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        return ((name, tensor) for name, tensor in named if not any(name.startswith(f"{unit}.") for unit in elsewhere))
+        return ((name, tensor) for name, tensor in named if not name.startswith(elsewhere))
 
     for target, source in _pairs("parameters", model.named_parameters(), here(reference.named_parameters())).values():
         if isinstance(target, DTensor):
@@ -72,13 +71,16 @@ def init_from_reference(
         owners[owner]._buffers[leaf] = source.to(buffer_device or target.device)
 
 
-def _units(model: nn.Module) -> set[str]:
-    """Names of what torchtitan cuts a pipeline from: the modules of the model, and each entry of a `ModuleDict`."""
-    return {
-        f"{name}.{key}" if key else name
-        for name, module in model.named_children()
-        for key in (module if isinstance(module, nn.ModuleDict) else [""])
-    }
+def _in_other_stages(model: nn.Module, reference: nn.Module) -> tuple[str, ...]:
+    """Prefixes of what torchtitan takes out of a stage of a pipeline: modules set to None, entries of a `ModuleDict`."""
+    prefixes = []
+    for name, module in reference.named_children():
+        mine = model._modules.get(name, module)
+        if mine is None:
+            prefixes.append(f"{name}.")
+        elif isinstance(module, nn.ModuleDict) and isinstance(mine, nn.ModuleDict):
+            prefixes += [f"{name}.{key}." for key in module if key not in mine]
+    return tuple(prefixes)
 
 
 def _pairs(

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.models.llama3.infra.parallelize import apply_compile, apply_ddp, apply_fsdp, parallelize_llama
+from torchtitan.models.llama3.infra.parallelize import apply_ddp, apply_fsdp, parallelize_llama
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
@@ -29,6 +29,9 @@ _SAVED_OPS = {
     # computed anew it would communicate anew
     torch.ops.fla_harmonic.cp_harmonic_scan.default,
 }
+
+# the schedules that were compared with one process
+_SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble")
 
 
 def check_job(job_config: JobConfig, family: str) -> None:
@@ -156,6 +159,14 @@ def _check_combinations(job_config: JobConfig, family: str) -> None:
             "harmonic: asynchronous tensor parallelism is not supported, but parallelism.enable_async_tensor_parallel = true. "
             "Remedy: set it to false"
         )
+    if pipeline > 1 and (
+        parallelism.pipeline_parallel_schedule not in _SCHEDULES or parallelism.pipeline_parallel_schedule_csv
+    ):
+        raise ValueError(
+            f"{family}: expected parallelism.pipeline_parallel_schedule in {_SCHEDULES} (others were not compared with one "
+            f"process) and no pipeline_parallel_schedule_csv, but got {parallelism.pipeline_parallel_schedule!r} and "
+            f"{parallelism.pipeline_parallel_schedule_csv!r}. Remedy: one of these, and no file"
+        )
     if pipeline > 1 and data_section(job_config).reset_documents:
         raise ValueError(
             f"{family}: torchtitan hands document_ids to the first stage of a pipeline alone, but data.reset_documents = true "
@@ -197,12 +208,14 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
             op_sac_save_list=_SAVED_OPS,
             base_folder=job_config.job.dump_folder,
         )
+    # FSDP rounds what it gathers, and a group within a block breaks the block's graph
+    has_wide_groups = parallel_dims.fsdp_enabled and training.mixed_precision_param != "float32"
     if compiled:
-        apply_compile(model, job_config.compile)
+        _compile_blocks(model, job_config.compile.backend, fullgraph=not has_wide_groups)
     if parallel_dims.fsdp_enabled:
         names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
         mesh = parallel_dims.get_mesh(names)
-        if training.mixed_precision_param != "float32" and not compiled:
+        if has_wide_groups:
             _keep_timescales_wide(model, mesh, training.enable_cpu_offload)
         apply_fsdp(
             model,
@@ -226,6 +239,13 @@ def parallelize_llama_anywhere(model: nn.Module, parallel_dims: ParallelDims, jo
     model = parallelize_llama(model, parallel_dims, job_config)
     _reduce_on_gloo(model)
     return model
+
+
+def _compile_blocks(model: nn.Module, backend: str, fullgraph: bool) -> None:
+    layers = cast(nn.ModuleDict, model.layers)
+    for name, block in layers.named_children():
+        layers.register_module(name, cast(nn.Module, torch.compile(block, backend=backend, fullgraph=fullgraph)))
+    logger.info("Compiling each block with torch.compile")
 
 
 def _keep_timescales_wide(model: nn.Module, mesh: DeviceMesh, cpu_offload: bool) -> None:

@@ -95,6 +95,21 @@ def test_a_name_without_counterpart_is_an_error() -> None:
         init_from_reference(nn.BatchNorm1d(2), lambda: nn.BatchNorm1d(2, track_running_stats=False))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_of_a_pipeline_hold_the_bits_of_the_whole(family: str) -> None:
+    whole = initialize_from_nan(build_empty(family))
+    # as torchtitan cuts them
+    first, last = build_empty(family), build_empty(family)
+    first.norm = first.output = last.tok_embeddings = None
+    for name in list(first.layers):
+        del (last if name == "0" else first).layers[name]
+    stages = [initialize_from_nan(stage) for stage in (first, last)]
+    assert not stages[0].keys() & stages[1].keys() - {"freqs_cis"}
+    assert stages[0].keys() | stages[1].keys() == whole.keys()
+    for stage in stages:
+        assert all(torch.equal(value, whole[name]) for name, value in stage.items())
+
+
 def test_two_shards_hold_the_bits_of_one_rank(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d",
                "--rdzv_endpoint=localhost:0", __file__, str(tmp_path)]

@@ -141,11 +141,6 @@ def test_document_borders_read_row_by_row() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("override", "message"), [
-    ("--parallelism.context_parallel_degree=2", r"context parallelism .*context_parallel_degree = 2.*shard_degree"),
-    ("--parallelism.tensor_parallel_degree=2", r"tensor parallelism .*tensor_parallel_degree = 2.*shard_degree"),
-    ("--parallelism.pipeline_parallel_degree=2", r"pipeline parallelism .*pipeline_parallel_degree = 2.*shard_degree"),
-    ("--parallelism.expert_parallel_degree=2", r"expert parallelism .*expert_parallel_degree = 2.*shard_degree"),
-    ("--parallelism.data_parallel_replicate_degree=2", r"DDP.*data_parallel_replicate_degree = 2.*shard_degree"),
     ("--validation.enable", r"validation\.enable = true.*Remedy"),
     ("--optimizer.early_step_in_backward", r"early_step_in_backward = true.*Remedy"),
     ("--fault_tolerance.enable", r"fault_tolerance.enable = true.*Remedy"),
@@ -157,14 +152,6 @@ def test_what_is_not_supported_is_refused(family: str, override: str, message: s
         args.update_from_config(job(family, override))
     args.update_from_config(job(family))
     assert args.seed == 42
-
-
-def test_shards_and_replicas_of_shards_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    check_job(job("harmonic"), "harmonic")
-    check_job(job("harmonic", "--parallelism.data_parallel_replicate_degree=2"), "harmonic")
-    with pytest.raises(ValueError, match="DDP"):
-        check_job(job("harmonic", "--parallelism.data_parallel_replicate_degree=4"), "harmonic")
 
 
 @pytest.mark.parametrize("family", ["mamba", "llama"])

@@ -91,10 +91,10 @@ def test_a_baseline_trains_alike_on_one_rank_and_two(family: str, tmp_path: Path
     check_same(train(family, tmp_path / "shards", 2, 5, "--checkpoint.no_enable"), single)
 
 
-@pytest.mark.parametrize(("family", "kind"), [("harmonic", "context"), ("mamba", "tensor"), ("llama", "pipeline")])
+@pytest.mark.parametrize(("family", "kind"), [("mamba", "context"), ("mamba", "tensor")])
 def test_unsupported_parallelism_ends_at_start_up(family: str, kind: str, tmp_path: Path) -> None:
     run = launch(family, tmp_path, 2, 1, f"--parallelism.{kind}_parallel_degree=2")
     assert run.returncode != 0
-    message = f"ValueError: {family}: {kind} parallelism is not supported, but parallelism.{kind}_parallel_degree = 2. Remedy"
-    assert message in run.stdout, run.stdout[-4000:]
+    assert f"ValueError: {family}: {kind} parallelism is not supported" in run.stdout, run.stdout[-4000:]
+    assert f"parallelism.{kind}_parallel_degree = 2. Remedy" in run.stdout
     assert not (tmp_path / "metrics.jsonl").exists()

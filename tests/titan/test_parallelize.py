@@ -1,0 +1,168 @@
+"""What parallelism is accepted, and what is refused at start-up."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.models.llama3.infra.parallelize import apply_fsdp
+from torchtitan.protocols.train_spec import get_train_spec
+
+import fla_harmonic.titan  # noqa: F401  (registers the specs)
+from fla_harmonic.layers.harmonic import Timescale
+from fla_harmonic.models.harmonic import HarmonicConfig
+from fla_harmonic.titan.gradient_scale import scale_gradient
+from fla_harmonic.titan.model import HFModel, HFModelArgs
+from fla_harmonic.titan.parallelize import _keep_timescales_wide, _reduce_on_gloo, check_job
+from fla_harmonic.titan.tensor_parallel import apply_tensor_parallel
+
+CONFIGS = Path(__file__).parents[2] / "titan_configs"
+FAMILIES = ["harmonic", "mamba", "llama"]
+
+
+def job(family: str, *overrides: str) -> JobConfig:
+    return ConfigManager().parse_args([f"--job.config_file={CONFIGS / f'{family}_debug.toml'}", *overrides])
+
+
+def degrees(**by_kind: int) -> list[str]:
+    return [f"--parallelism.{kind}={degree}" for kind, degree in by_kind.items()]
+
+
+def update(config: JobConfig, flavor: str = "debug") -> None:
+    copy.deepcopy(get_train_spec(config.model.name).model_args[flavor]).update_from_config(config)
+
+
+@pytest.fixture(autouse=True)
+def _four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_data_and_pipeline_parallelism_are_for_all(family: str) -> None:
+    update(job(family))
+    update(job(family, *degrees(data_parallel_replicate_degree=2)))
+    update(job(family, *degrees(data_parallel_replicate_degree=4)))
+    update(job(family, *degrees(pipeline_parallel_degree=2)))
+
+
+@pytest.mark.parametrize(("family", "kinds"), [
+    ("harmonic", ["tensor", "context"]), ("mamba", []), ("llama", ["tensor"]),
+])
+def test_other_kinds_are_accepted_where_they_are_right(family: str, kinds: list[str]) -> None:
+    for kind in ("tensor", "context", "expert"):
+        config = job(family, *degrees(**{f"{kind}_parallel_degree": 2}))
+        if kind in kinds:
+            update(config)
+        else:
+            message = rf"{family}: {kind} parallelism is not supported \(.*{kind}_parallel_degree = 2\. Remedy"
+            with pytest.raises(ValueError, match=message):
+                update(config)
+
+
+def test_the_order_of_the_sequence_is_kept() -> None:
+    config = job("harmonic", *degrees(context_parallel_degree=2))
+    assert config.parallelism.context_parallel_load_balancer is not None
+    update(config)
+    assert config.parallelism.context_parallel_load_balancer is None
+    with pytest.raises(ValueError, match=r"contiguous pieces.*'ptrr'.*Remedy"):
+        update(job("harmonic", *degrees(context_parallel_degree=2), "--parallelism.context_parallel_load_balancer=ptrr"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("overrides", "message"), [
+    (degrees(data_parallel_replicate_degree=2, data_parallel_shard_degree=1, pipeline_parallel_degree=2),
+     r"DDP.*replicate_degree = 2 .*pipeline_parallel_degree = 2"),
+    (degrees(expert_tensor_parallel_degree=2), r"expert_tensor_parallel_degree = 2"),
+    ([*degrees(pipeline_parallel_degree=4), "--training.mixed_precision_param=bfloat16"],
+     r"mixed_precision_param = 'bfloat16'"),
+    (["--training.enable_cpu_offload"], r"enable_cpu_offload = true on the CPU"),
+    ([*degrees(pipeline_parallel_degree=2), "--parallelism.pipeline_parallel_schedule=DualPipeV"], r"'DualPipeV'"),
+    (degrees(pipeline_parallel_degree=6), r"a block for each pipeline stage.* = 6 .*makes 6 stages"),
+    ([*degrees(pipeline_parallel_degree=3), "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"], "makes 6 stages"),
+])
+def test_what_would_be_wrong_is_refused(family: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"{family}: .*{message}.*Remedy"):
+        update(job(family, *overrides))
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    ([*degrees(tensor_parallel_degree=2), "--compile.enable"], r"sharded logits must not be compiled.*components"),
+    ([*degrees(tensor_parallel_degree=2), "--parallelism.enable_async_tensor_parallel"],
+     r"enable_async_tensor_parallel = true"),
+    ([*degrees(pipeline_parallel_degree=2), "--data.reset_documents"], r"reset_documents = true"),
+    ([*degrees(context_parallel_degree=4), "--training.seq_len=1022"], r"multiple of .* 1 x 4, but got 1022"),
+    ([*degrees(tensor_parallel_degree=2, context_parallel_degree=2), "--training.seq_len=1022"], r"2 x 2, but got 1022"),
+    (degrees(data_parallel_replicate_degree=2, data_parallel_shard_degree=1, tensor_parallel_degree=2), r"DDP"),
+])
+def test_what_would_be_wrong_in_harmonic_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"harmonic: .*{message}.*Remedy"):
+        check_job(job("harmonic", *overrides), "harmonic")
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """A mesh of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+class _Degree:
+    """As much of a mesh as is looked at before anything is sharded."""
+
+    def size(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"intermediate_size": 96}, r"channels of a level = 64"),
+    ({"intermediate_size": 64, "hidden_size": 96}, r"`intermediate_size` = 64"),
+    ({"intermediate_size": 96, "hidden_size": 96, "gate_rank": 8}, r"inner size of a gate = 8"),
+    ({"use_short_conv": True}, r"use_short_conv"),
+])
+def test_a_tensor_parallel_degree_that_does_not_fit_is_refused(options: dict[str, int | bool], message: str) -> None:
+    config = HarmonicConfig(**{"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 256, **options})
+    with torch.device("meta"):
+        model = HFModel(HFModelArgs.of(config))
+    with pytest.raises(ValueError, match=r"harmonic: .*tensor_parallel_degree = 3.*Remedy") as error:
+        apply_tensor_parallel(model, _Degree(), loss_parallel=True)
+    error.match(message)
+    # a hybrid's attention, which is not sharded
+    model.layers["0"].attn = nn.Identity()
+    with pytest.raises(ValueError, match=r"a block of Identity.*Remedy"):
+        apply_tensor_parallel(model, _Degree(), loss_parallel=True)
+
+
+def test_timescales_stay_in_float32_under_mixed_precision(alone: DeviceMesh) -> None:
+    args = HFModelArgs.of(HarmonicConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, vocab_size=256))
+    model = HFModel(args)
+    _keep_timescales_wide(model, alone, cpu_offload=False)
+    apply_fsdp(model, alone, torch.bfloat16, torch.float32, pp_enabled=False)
+    _reduce_on_gloo(model)
+    seen = []
+
+    def look(timescale: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        seen.append((timescale.bias.dtype, inputs[0].dtype, output.dtype))
+
+    for timescale in (m for m in model.modules() if isinstance(m, Timescale)):
+        # before FSDP's own hook puts the shards back
+        timescale.register_forward_hook(look, prepend=True)
+    model(torch.zeros(1, 8, dtype=torch.long)).float().square().sum().backward()
+    assert seen == [(torch.float32, torch.bfloat16, torch.bfloat16)] * 3
+    assert all(p.grad is not None and p.grad.full_tensor().abs().sum() > 0 for p in model.parameters())
+
+
+def test_a_scaled_gradient_leaves_the_loss_alone() -> None:
+    x, labels = torch.randn(2, 5, requires_grad=True)
+    plain = nn.functional.mse_loss
+    assert scale_gradient(plain, 1) is plain
+    loss = scale_gradient(plain, 3)(x, labels)
+    assert torch.equal(loss, plain(x, labels))
+    assert not loss._is_view()
+    (scaled,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(scaled, 3 * torch.autograd.grad(plain(x, labels), x)[0])
