@@ -144,8 +144,8 @@ def run(cell: Cell, folder: Path, threads: int) -> dict[str, object]:
 
 
 def curve(folder: Path) -> pd.DataFrame:
-    """The logged steps of a run."""
-    return pd.read_json(folder / "metrics.jsonl", lines=True)
+    """The logged steps of a run, without its validations."""
+    return pd.read_json(folder / "metrics.jsonl", lines=True).dropna(subset="loss_metrics/global_avg_loss")
 
 
 def parameters(directory: Path) -> int:

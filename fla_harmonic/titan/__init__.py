@@ -23,8 +23,10 @@ from torchtitan.models.llama3 import Llama3StateDictAdapter
 from torchtitan.protocols import BaseModelArgs, ModelProtocol, StateDictAdapter, train_spec
 from torchtitan.protocols.train_spec import ParallelizeFunction, TrainSpec
 
+from fla_harmonic.titan.checkpoint import install_checkpoint_hooks
 from fla_harmonic.titan.data import build_dataloader
 from fla_harmonic.titan.flavors import HARMONIC, LLAMA, MAMBA
+from fla_harmonic.titan.flops import use_honest_peak_flops
 from fla_harmonic.titan.gradient_scale import replicas_summed
 from fla_harmonic.titan.llama import Llama
 from fla_harmonic.titan.metrics import build_metrics_processor
@@ -33,6 +35,7 @@ from fla_harmonic.titan.optimizer import build_optimizers
 from fla_harmonic.titan.parallelize import parallelize, parallelize_llama_anywhere
 from fla_harmonic.titan.pipeline import pipeline
 from fla_harmonic.titan.tokenizer import build_tokenizer
+from fla_harmonic.titan.validate import build_validator
 
 _FAMILIES: dict[str, tuple[type[ModelProtocol], Mapping[str, BaseModelArgs], ParallelizeFunction, type[StateDictAdapter]]] = {
     "harmonic": (HFModel, HARMONIC, parallelize, HFStateDictAdapter),
@@ -66,11 +69,14 @@ def register_specs() -> None:
             build_dataloader_fn=build_dataloader,
             build_tokenizer_fn=build_tokenizer,
             build_loss_fn=replicas_summed(build_cross_entropy_loss),
+            build_validator_fn=build_validator,
             build_metrics_processor_fn=build_metrics_processor,
             state_dict_adapter=adapter,
         ))
 
 
+use_honest_peak_flops()
+install_checkpoint_hooks()
 register_specs()
 
 __all__ = ["install_cpu_shim", "register_specs"]

@@ -12,7 +12,6 @@ import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import torch
 from torch._utils import _get_available_device_type
@@ -104,11 +103,4 @@ def install_cpu_shim() -> bool:
                     "Remedy: pip install torchtitan==0.2.2"
                 )
             setattr(module, name, replacements[name])
-    # torchtitan takes an unknown device for an A100 and would print a model FLOPs utilisation that means nothing
-    utils: Any = import_module("torchtitan.tools.utils")
-    utils.get_peak_flops = _unknown_peak_flops
     return True
-
-
-def _unknown_peak_flops(device_name: str) -> float:
-    return float("nan")

@@ -357,6 +357,8 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: TextTokenizer,
         )
     split = load_split(training.dataset, training.dataset_path, "train", tokenizer, data)
     check_vocabulary(split.tokens, tokenizer, job_config)
+    # for the metrics, which torchtitan builds from the configuration alone
+    job_config.train_bytes_per_token = split.num_bytes / len(split.tokens)
     windows = TokenWindows(split, training.seq_len)
     loader = WindowLoader(
         windows,

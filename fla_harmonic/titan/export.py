@@ -8,7 +8,6 @@ writes config.json, model.safetensors and the tokenizer's files, which `AutoMode
 options overrides the TOML, as in training.
 """
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from torchtitan.tools.logging import init_logger, logger
 from transformers import PreTrainedModel
 
 import fla_harmonic.titan  # noqa: F401  (registers the specs)
+from fla_harmonic.titan.checkpoint import checkpoint_steps, is_whole
 from fla_harmonic.titan.llama import LlamaArgs
 from fla_harmonic.titan.model import HFModelArgs
 
@@ -46,20 +46,17 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         FileNotFoundError: there is none.
     """
-    if (path / ".metadata").is_file():
+    if is_whole(path):
         return path
-    steps = {}
-    for folder in path.glob("step-*"):
-        # a save that was cut off has no metadata
-        if (match := re.fullmatch(r"step-(\d+)", folder.name)) and (folder / ".metadata").is_file():
-            steps[int(match[1])] = folder
+    # a save that was cut off is no checkpoint
+    steps = [folder for folder in checkpoint_steps(path).values() if is_whole(folder)]
     if not steps:
         raise FileNotFoundError(
-            "expected a checkpoint of torchtitan (with .metadata) or a folder of step-N checkpoints, but found none in "
+            "expected a whole checkpoint of torchtitan, or a folder of step-N checkpoints, but found none in "
             f"{path}. "
             "Remedy: pass {job.dump_folder}/{checkpoint.folder} of a run with checkpoint.enable = true"
         )
-    return steps[max(steps)]
+    return steps[-1]
 
 
 def load_model(job_config: JobConfig, checkpoint: Path) -> ModelProtocol:
@@ -85,7 +82,11 @@ def to_hf(job_config: JobConfig, model: ModelProtocol) -> PreTrainedModel:
     spec, args = _spec_and_args(job_config)
     hf_model = args.build_hf()
     adapter = spec.state_dict_adapter(args, hf_assets_path=None)
-    hf_model.load_state_dict(adapter.to_hf(get_model_state_dict(model)))
+    state_dict = adapter.to_hf(get_model_state_dict(model))
+    if hf_model.config.tie_word_embeddings:
+        # torchtitan's model has the one table once, the HF model under both names
+        state_dict |= {head: state_dict[table] for head, table in hf_model._tied_weights_keys.items()}
+    hf_model.load_state_dict(state_dict)
     return hf_model.eval()
 
 

@@ -3,35 +3,53 @@
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.models.llama3.model.model import FeedForward
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fla_harmonic.titan.flops import matmul_flops
 from fla_harmonic.titan.init import init_from_reference
 from fla_harmonic.titan.parallelize import check_job
 from fla_harmonic.titan.pipeline import check_stages
+from fla_harmonic.titan.tied import TiedHead, check_tied
 
 
 @dataclass
 class LlamaArgs(TransformerModelArgs):
-    """torchtitan's arguments with plain RoPE (stock torchtitan stretches it for 8,192 tokens and more), and the seed."""
+    """
+    torchtitan's arguments with plain RoPE (stock torchtitan stretches it for 8,192 tokens and more), the seed, and whether
+    embeddings and head are one table.
+    """
 
     rope_scaling_args: RoPEScalingArgs = field(default_factory=lambda: RoPEScalingArgs(scaling_factor=1.0))
     seed: int | None = None
+    tie_word_embeddings: bool = False
 
     def update_from_config(self, job_config: JobConfig, **kwargs: object) -> None:
         """
         Take sequence length and seed from the job.
 
         Raises:
-            ValueError: the job asks for what is not supported (see `check_job`).
+            ValueError: the job asks for what is not supported (see `check_job`), also with tied tables (see `check_tied`).
         """
         check_job(job_config, "llama")
         check_stages(job_config, self.n_layers)
+        if self.tie_word_embeddings:
+            check_tied(job_config, "llama", ("tensor", "pipeline", "context"))
         super().update_from_config(job_config, **kwargs)
         self.seed = job_config.debug.seed
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """
+        Parameters (a tied table counts once), and floating point operations that training spends on a token: those of the
+        matrix products (see `matmul_flops`), and 3 times the forward pass of causal attention, which multiplies a token
+        with (T + 1) / 2 keys and as many values on average, not with all T.
+        """
+        attention = 6 * self.n_layers * self.dim * (seq_len + 1)
+        return sum(p.numel() for p in model.parameters()), matmul_flops(model) + attention
 
     def hf_config(self) -> LlamaConfig:
         """transformers' configuration of the same model; its length limit is the trained length."""
@@ -47,7 +65,7 @@ class LlamaArgs(TransformerModelArgs):
             max_position_embeddings=self.max_seq_len,
             rms_norm_eps=self.norm_eps,
             rope_parameters=self._rope_parameters(),
-            tie_word_embeddings=False,
+            tie_word_embeddings=self.tie_word_embeddings,
             # ids of the tokenizer, not of Llama's vocabulary: none is assumed
             bos_token_id=None,
             eos_token_id=None,
@@ -72,15 +90,20 @@ class LlamaArgs(TransformerModelArgs):
 
 
 class Llama(Transformer):
-    """torchtitan's `Transformer`."""
+    """torchtitan's `Transformer`; tied tables are one parameter, `tok_embeddings.weight`, with the head's initial values."""
 
     model_args: LlamaArgs
+
+    def __init__(self, model_args: LlamaArgs) -> None:
+        super().__init__(model_args)
+        if model_args.tie_word_embeddings:
+            self.output = TiedHead(self.tok_embeddings)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         """The stock initialisation of the whole model, of which every rank takes its shard."""
         init_from_reference(self, self._initialized, self.model_args.seed, buffer_device)
 
     def _initialized(self) -> Transformer:
-        model = Transformer(self.model_args)
-        model.init_weights()
+        model = Llama(self.model_args)
+        Transformer.init_weights(model)
         return model

@@ -7,17 +7,21 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from torch import nn
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, _get_metrics_rank
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModelArgs
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
 
-_LOSS = "loss_metrics/global_avg_loss"
+from fla_harmonic.titan.model import HFModelArgs
+from fla_harmonic.titan.state_metrics import StateMonitor
 
 
 class JSONLLogger(BaseLogger):
     """
-    Appends `{"step": ..., metric: value, ..., "bits_per_token": loss / ln 2}` for every logged step.
+    Appends `{"step": ..., metric: value, ...}` for every logged step, and for every validation.
 
     Floats are written with all their digits, and what is not finite as null (JSON has no NaN).
 
@@ -53,8 +57,6 @@ class JSONLLogger(BaseLogger):
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         record = {"step": step} | {name: _number(value) for name, value in metrics.items()}
-        if record.get(_LOSS) is not None:
-            record["bits_per_token"] = record[_LOSS] / math.log(2)
         self.file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def close(self) -> None:
@@ -62,11 +64,28 @@ class JSONLLogger(BaseLogger):
 
 
 class JSONLMetricsProcessor(MetricsProcessor):
-    """torchtitan's processor with a `JSONLLogger` beside the configured loggers, on the rank that logs metrics."""
+    """
+    torchtitan's processor with a `JSONLLogger` beside the configured loggers, on the rank that logs metrics, and with these
+    metrics more: `bits_per_token`; `bits_per_byte`, at the mean bytes a token of the train split; and for Harmonic the
+    states and timescales of its levels (see `StateMonitor`).
+    """
 
     logger: BaseLogger
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None) -> None:
+    def __init__(
+        self,
+        job_config: JobConfig,
+        parallel_dims: ParallelDims,
+        model_args: BaseModelArgs | None = None,
+        tag: str | None = None,
+    ) -> None:
+        self.states: StateMonitor | None = None
+        self.num_levels = 0
+        if isinstance(model_args, HFModelArgs) and model_args.family == "harmonic":
+            if job_config.compile.enable and "model" in job_config.compile.components:
+                logger.info("states and timescales of the levels are not logged: compiled blocks call no hooks")
+            else:
+                self.num_levels = len(model_args.hf_config().timescales)
         super().__init__(job_config, parallel_dims, tag)
         self.jsonl: JSONLLogger | None = None
         self.started = False
@@ -76,6 +95,19 @@ class JSONLMetricsProcessor(MetricsProcessor):
             container.add_logger(self.logger)
             container.add_logger(self.jsonl)
             self.logger = container
+
+    @property
+    def model_parts(self) -> list[nn.Module] | None:
+        """The models, which the trainer sets once they are built."""
+        return self._model_parts
+
+    @model_parts.setter
+    def model_parts(self, model_parts: list[nn.Module] | None) -> None:
+        self._model_parts = model_parts
+        if model_parts and self.num_levels:
+            self.states = StateMonitor(model_parts, self.num_levels)
+            # the first step may be one that is logged
+            self.states.arm()
 
     def log(
         self,
@@ -90,8 +122,15 @@ class JSONLMetricsProcessor(MetricsProcessor):
         batch = training.global_batch_size
         if batch < 0:
             batch = training.local_batch_size * dims.dp_replicate * dims.dp_shard
-        tokens = {"n_tokens_seen": step * batch * training.seq_len}
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, {**(extra_metrics or {}), **tokens})
+        bits = global_avg_loss / math.log(2)
+        metrics = {**(extra_metrics or {}), "n_tokens_seen": step * batch * training.seq_len, "bits_per_token": bits}
+        # what `build_dataloader` found; torchtitan builds this processor from the configuration alone
+        if (bytes_per_token := getattr(self.job_config, "train_bytes_per_token", None)) is not None:
+            metrics["bits_per_byte"] = bits / bytes_per_token
+        if self.states is not None:
+            metrics |= self.states.collect(utils.device_type)
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, metrics)
+        self._arm_for(step + 1)
 
     def should_log(self, step: int) -> bool:
         # the trainer asks at every step: the first one is where the run starts or resumes, and from there the steps of
@@ -99,7 +138,18 @@ class JSONLMetricsProcessor(MetricsProcessor):
         if not self.started and self.jsonl is not None:
             self.jsonl.truncate(step)
         self.started = True
-        return super().should_log(step)
+        if logged := super().should_log(step):
+            return logged
+        self._arm_for(step + 1)
+        return logged
+
+    def _arm_for(self, step: int) -> None:
+        """Watch the states in the coming step, if that is one to log."""
+        if self.states is not None:
+            if super().should_log(step):
+                self.states.arm()
+            else:
+                self.states.disarm()
 
 
 def build_metrics_processor(
@@ -109,7 +159,7 @@ def build_metrics_processor(
     tag: str | None = None,
 ) -> JSONLMetricsProcessor:
     """`build_metrics_processor_fn` of all three families, with torchtitan's signature."""
-    return JSONLMetricsProcessor(job_config, parallel_dims, tag)
+    return JSONLMetricsProcessor(job_config, parallel_dims, model_args, tag)
 
 
 def _number(value: Any) -> Any:

@@ -16,11 +16,13 @@ from transformers.models.mamba.modeling_mamba import MambaMixer
 from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
 from fla_harmonic.ops.harmonic.context_parallel import build_cp_context
+from fla_harmonic.titan.flops import matmul_flops
 from fla_harmonic.titan.init import init_from_reference
 from fla_harmonic.titan.mamba import build_mamba
 from fla_harmonic.titan.optimizer import undecayed_names
 from fla_harmonic.titan.parallelize import check_job
 from fla_harmonic.titan.pipeline import check_stages
+from fla_harmonic.titan.tied import TiedHead, check_tied
 
 
 @dataclass(frozen=True)
@@ -73,19 +75,8 @@ class HFModelArgs(BaseModelArgs):
         return cls(family=config.model_type, config=config.to_diff_dict())
 
     def hf_config(self) -> PreTrainedConfig:
-        """
-        The HF configuration.
-
-        Raises:
-            ValueError: embedding and head are tied, which FSDP would shard as two parameters.
-        """
-        config = FAMILIES[self.family].config_class(**self.config)
-        if config.tie_word_embeddings:
-            raise ValueError(
-                f"{self.family}: expected tie_word_embeddings = False, but got True: tied tables are not supported in "
-                "training. Remedy: set tie_word_embeddings=False in the flavor"
-            )
-        return config
+        """The HF configuration."""
+        return FAMILIES[self.family].config_class(**self.config)
 
     def build_hf(self) -> PreTrainedModel:
         """The HF model, initialised by itself."""
@@ -104,37 +95,41 @@ class HFModelArgs(BaseModelArgs):
         Take the seed from the job, and switch torchtitan's load balancer off, which would reorder the sequence.
 
         Raises:
-            ValueError: the job asks for what is not supported (see `check_job`), or the flavor ties its tables.
+            ValueError: the job asks for what is not supported (see `check_job`), or for a flavor with tied tables (see
+                `check_tied`).
         """
         check_job(job_config, self.family)
-        check_stages(job_config, self.hf_config().num_hidden_layers)
+        config = self.hf_config()
+        check_stages(job_config, config.num_hidden_layers)
+        if config.tie_word_embeddings:
+            check_tied(job_config, self.family)
         self.seed = job_config.debug.seed
         job_config.parallelism.context_parallel_load_balancer = None
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """
-        Parameters, and floating point operations that training spends on a token whatever the sequence length:
+        Parameters (a tied table counts once), and floating point operations that training spends on a token whatever the
+        sequence length:
 
-        - 6 for each weight of a linear map or convolution (2 forward, 4 backward); the head counts, the embedding table
-          is a look-up and does not; biases, norms and activations are left out;
+        - those of the matrix products (see `matmul_flops`); biases, norms and activations are left out;
         - 3 times the forward pass of the scan: 2 for each state (multiply by the decay, add the input), and in Mamba 5
           more for what else it does at the width of the state (step times rate, the input's outer product, the
           contraction with C). Exponentials count as nothing.
         """
-        matmul = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | nn.Conv1d))
         scan = 0
         for module in model.modules():
             if isinstance(module, HarmonicAttention):
                 scan += 2 * module.state_size()
             elif isinstance(module, MambaMixer):
                 scan += 7 * module.A_log.numel()
-        return sum(p.numel() for p in model.parameters()), 6 * matmul + 3 * scan
+        return sum(p.numel() for p in model.parameters()), matmul_flops(model) + 3 * scan
 
 
 class HFModel(ModelProtocol):
     """
     An HF causal language model with its modules under torchtitan's names: `tok_embeddings`, `layers` (by string keys),
-    `norm` and `output`. The blocks, and with them all values and gradients, are those of the HF class.
+    `norm` and `output`. The blocks, and with them all values and gradients, are those of the HF class. Tied tables are one
+    parameter, `tok_embeddings.weight`.
 
     Args:
         model_args (HFModelArgs):
@@ -152,7 +147,7 @@ class HFModel(ModelProtocol):
         self.tok_embeddings = base.embeddings
         self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(base.layers)})
         self.norm = getattr(base, family.norm)
-        self.output = model.lm_head
+        self.output = TiedHead(self.tok_embeddings) if model.config.tie_word_embeddings else model.lm_head
         # flags on parameters do not survive `to_empty` and FSDP: keep their names
         self.undecayed = undecayed_names(self.named_parameters())
 

@@ -1,6 +1,7 @@
 """What of torchtitan's parallelism the three families support, and how it is applied to them."""
 
 import os
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.models.llama3.infra.parallelize import apply_ddp, apply_fsdp, parallelize_llama
+from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_ddp, apply_fsdp, parallelize_llama
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
@@ -19,14 +20,14 @@ from fla_harmonic.ops.harmonic import context_parallel, scan_op  # noqa: F401  (
 from fla_harmonic.titan import mamba
 from fla_harmonic.titan.config import data_section
 from fla_harmonic.titan.tensor_parallel import apply_tensor_parallel
+from fla_harmonic.titan.tied import apply_fsdp_tied, is_tied
 
-# what op-selective activation checkpointing keeps. Mamba's `linear_scan` is not here: its states are 16 times as wide as
-# the activations, and are computed anew chunk by chunk
+# what op-selective activation checkpointing keeps: torchtitan's list and our scans (over ranks, computing one anew would
+# communicate anew). Mamba's `linear_scan` is not here: its states are 16 times as wide as the activations, and are computed
+# anew chunk by chunk
 _SAVED_OPS = {
-    torch.ops.aten.mm.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    *_op_sac_save_list,
     torch.ops.fla_harmonic.harmonic_scan.default,
-    # computed anew it would communicate anew
     torch.ops.fla_harmonic.cp_harmonic_scan.default,
 }
 
@@ -49,11 +50,6 @@ def check_job(job_config: JobConfig, family: str) -> None:
     """
     _check_degrees(job_config, family)
     _check_combinations(job_config, family)
-    if job_config.validation.enable:
-        raise ValueError(
-            f"{family}: validation during training is not supported, but validation.enable = true. "
-            "Remedy: validation.enable = false, and evaluate the exported checkpoint"
-        )
     if job_config.optimizer.early_step_in_backward:
         raise ValueError(
             f"{family}: optimizer steps in the backward pass are not supported (no clipping, no parameter groups), but "
@@ -217,12 +213,12 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
         mesh = parallel_dims.get_mesh(names)
         if has_wide_groups:
             _keep_timescales_wide(model, mesh, training.enable_cpu_offload)
-        apply_fsdp(
+        shard = apply_fsdp_tied if is_tied(model) else partial(apply_fsdp, pp_enabled=parallel_dims.pp_enabled)
+        shard(
             model,
             mesh,
             param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
             reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-            pp_enabled=parallel_dims.pp_enabled,
             cpu_offload=training.enable_cpu_offload,
             reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
         )
@@ -236,6 +232,8 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
 
 def parallelize_llama_anywhere(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
     """torchtitan's `parallelize_llama`, also where gradients are reduced by gloo. Arguments and returns as `parallelize`."""
+    if is_tied(model):
+        return parallelize(model, parallel_dims, job_config)
     model = parallelize_llama(model, parallel_dims, job_config)
     _reduce_on_gloo(model)
     return model

@@ -15,9 +15,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import get_train_spec
 
 import fla_harmonic.titan
-from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
+from fla_harmonic.models.harmonic import HarmonicForCausalLM
 from fla_harmonic.titan.mamba import build_mamba
-from fla_harmonic.titan.model import HFModel, HFModelArgs, HFStateDictAdapter, document_borders
+from fla_harmonic.titan.model import HFModel, HFStateDictAdapter, document_borders
 from fla_harmonic.titan.parallelize import check_job, parallelize
 
 CONFIGS = Path(__file__).parents[2] / "titan_configs"
@@ -141,7 +141,6 @@ def test_document_borders_read_row_by_row() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("override", "message"), [
-    ("--validation.enable", r"validation\.enable = true.*Remedy"),
     ("--optimizer.early_step_in_backward", r"early_step_in_backward = true.*Remedy"),
     ("--fault_tolerance.enable", r"fault_tolerance.enable = true.*Remedy"),
     ("--model.converters=float8", r"model\.converters = \['float8'\].*Remedy"),
@@ -159,12 +158,6 @@ def test_packed_documents_are_for_harmonic_alone(family: str) -> None:
     check_job(job("harmonic", "--data.reset_documents"), "harmonic")
     with pytest.raises(ValueError, match=f"{family}: .*reset_documents = true.*Remedy"):
         check_job(job(family, "--data.reset_documents"), family)
-
-
-def test_tied_tables_are_refused() -> None:
-    args = HFModelArgs.of(HarmonicConfig.paper(hidden_size=32, vocab_size=256, tie_word_embeddings=True))
-    with pytest.raises(ValueError, match=r"tie_word_embeddings = False.*Remedy"):
-        HFModel(args)
 
 
 def test_attention_masks_are_refused_as_the_stock_validator_expects() -> None:

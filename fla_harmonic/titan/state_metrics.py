@@ -1,0 +1,99 @@
+"""What Harmonic's levels do on the data: the size of their states and their timescales, on logged steps."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+from torchtitan.tools.logging import logger
+
+from fla_harmonic.layers import HarmonicAttention
+from fla_harmonic.layers.harmonic import HarmonicLevel
+
+
+class StateMonitor:
+    """
+    Averages over what the levels of a model compute in training, while it is armed:
+
+    - `harmonic/level_1/state_rms`: root mean square of the states h over tokens, channels, layers and ranks;
+    - `harmonic/level_1/mean_timescale`: mean of `1 / (1 - A)`, in tokens, over the same.
+
+    Hooks are there only while it is armed, so that other steps cost nothing. They see what the layers compute, whatever
+    shards or recomputes it; what a rank sees twice weighs as much in the sum as in the count. Compiled blocks call no hooks.
+
+    Args:
+        model_parts (list[nn.Module]):
+            The models.
+        num_levels (int):
+            Levels of a layer.
+    """
+
+    def __init__(self, model_parts: list[nn.Module], num_levels: int) -> None:
+        self.layers = [module for part in model_parts for module in part.modules() if isinstance(module, HarmonicAttention)]
+        self.num_levels = num_levels
+        self.handles: list[RemovableHandle] = []
+        self.sums: torch.Tensor | None = None
+        self.is_silent = False
+
+    def arm(self) -> None:
+        """Begin anew."""
+        self.disarm()
+        self.sums = None
+        for layer in self.layers:
+            for index, level in enumerate(cast(Iterable[HarmonicLevel], layer.levels)):
+                self.handles.append(level.register_forward_hook(self._timescale_hook(index)))
+                self.handles.append(level.norm.register_forward_pre_hook(self._state_hook(index)))
+
+    def disarm(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def collect(self, device: torch.device | str) -> dict[str, float]:
+        """The averages over all ranks, each of which must call; nothing, and one line in the log, where no hook was called."""
+        self.disarm()
+        sums = self._zeros(device) if self.sums is None else self.sums
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        metrics = {}
+        for index, (tau, taus, square, squares) in enumerate(sums.tolist(), start=1):
+            if taus and squares:
+                metrics[f"harmonic/level_{index}/state_rms"] = (square / squares) ** 0.5
+                metrics[f"harmonic/level_{index}/mean_timescale"] = tau / taus
+        if not metrics and not self.is_silent:
+            logger.info("states and timescales of the levels are not logged: the layers call no hooks in this job")
+            self.is_silent = True
+        return metrics
+
+    def _zeros(self, device: torch.device | str) -> torch.Tensor:
+        return torch.zeros(self.num_levels, 4, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def _add(self, level: int, column: int, values: torch.Tensor) -> None:
+        if self.sums is None:
+            self.sums = self._zeros(values.device)
+        self.sums[level, column] += values.sum(dtype=torch.float64)
+        self.sums[level, column + 1] += values.numel()
+
+    def _timescale_hook(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(level: nn.Module, inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+            # not those of a validation
+            if level.training:
+                a_min, a_max = cast(HarmonicLevel, level).decay_range
+                u = _local(outputs[0]).detach().float()
+                self._add(index, 0, 1 / ((1 - a_max) + (a_max - a_min) * torch.sigmoid(-u)))
+        return hook
+
+    def _state_hook(self, index: int) -> Callable[[nn.Module, tuple[torch.Tensor]], None]:
+        def hook(norm: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+            if norm.training:
+                self._add(index, 2, _local(inputs[0]).detach().float().square())
+        return hook
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
