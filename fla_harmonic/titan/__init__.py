@@ -19,7 +19,6 @@ install_cpu_shim()
 # ruff: noqa: E402
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.models.llama3 import Llama3StateDictAdapter
 from torchtitan.protocols import BaseModelArgs, ModelProtocol, StateDictAdapter, train_spec
 from torchtitan.protocols.train_spec import ParallelizeFunction, TrainSpec
 
@@ -28,7 +27,7 @@ from fla_harmonic.titan.data import build_dataloader
 from fla_harmonic.titan.flavors import HARMONIC, LLAMA, MAMBA
 from fla_harmonic.titan.flops import use_honest_peak_flops
 from fla_harmonic.titan.gradient_scale import replicas_summed
-from fla_harmonic.titan.llama import Llama
+from fla_harmonic.titan.llama import Llama, LlamaStateDictAdapter
 from fla_harmonic.titan.metrics import build_metrics_processor
 from fla_harmonic.titan.model import HFModel, HFStateDictAdapter
 from fla_harmonic.titan.optimizer import build_optimizers
@@ -40,7 +39,7 @@ from fla_harmonic.titan.validate import build_validator
 _FAMILIES: dict[str, tuple[type[ModelProtocol], Mapping[str, BaseModelArgs], ParallelizeFunction, type[StateDictAdapter]]] = {
     "harmonic": (HFModel, HARMONIC, parallelize, HFStateDictAdapter),
     "mamba": (HFModel, MAMBA, parallelize, HFStateDictAdapter),
-    "llama": (Llama, LLAMA, parallelize_llama_anywhere, Llama3StateDictAdapter),
+    "llama": (Llama, LLAMA, parallelize_llama_anywhere, LlamaStateDictAdapter),
 }
 
 

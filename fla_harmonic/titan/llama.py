@@ -4,13 +4,15 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torchtitan.config import JobConfig
-from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.llama3 import Llama3StateDictAdapter, Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.models.llama3.model.model import FeedForward
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fla_harmonic.titan.flops import matmul_flops
+from fla_harmonic.titan.hf_import import check_hf_directory
 from fla_harmonic.titan.init import init_from_reference
 from fla_harmonic.titan.parallelize import check_job
 from fla_harmonic.titan.pipeline import check_stages
@@ -107,3 +109,15 @@ class Llama(Transformer):
         model = Llama(self.model_args)
         Transformer.init_weights(model)
         return model
+
+
+class LlamaStateDictAdapter(Llama3StateDictAdapter):
+    """torchtitan's adapter, for directories of the same model only."""
+
+    def __init__(self, model_args: LlamaArgs, hf_assets_path: str | None) -> None:
+        super().__init__(model_args, hf_assets_path)
+        self.model_args = model_args
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
+        check_hf_directory(path, self.model_args.hf_config())
+        return super().get_hf_storage_reader(path, from_quantized)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.protocols import BaseModelArgs, ModelProtocol, StateDictAdapter
@@ -17,6 +18,7 @@ from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
 from fla_harmonic.ops.harmonic.context_parallel import build_cp_context
 from fla_harmonic.titan.flops import matmul_flops
+from fla_harmonic.titan.hf_import import check_hf_directory
 from fla_harmonic.titan.init import init_from_reference
 from fla_harmonic.titan.mamba import build_mamba
 from fla_harmonic.titan.optimizer import undecayed_names
@@ -222,6 +224,7 @@ class HFStateDictAdapter(StateDictAdapter):
 
     def __init__(self, model_args: HFModelArgs, hf_assets_path: str | None) -> None:
         super().__init__(model_args, hf_assets_path)
+        self.model_args = model_args
         self.names = FAMILIES[model_args.family].names
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -230,6 +233,14 @@ class HFStateDictAdapter(StateDictAdapter):
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         names = {hf: titan for titan, hf in self.names.items()}
         return {_rename(name, names): value for name, value in hf_state_dict.items()}
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
+        """
+        Raises:
+            ValueError: the directory holds another model (see `check_hf_directory`).
+        """
+        check_hf_directory(path, self.model_args.hf_config())
+        return super().get_hf_storage_reader(path, from_quantized)
 
 
 def _rename(name: str, prefixes: dict[str, str]) -> str:
