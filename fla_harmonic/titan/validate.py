@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction
 from torchtitan.components.metrics import MetricsProcessor
@@ -17,6 +18,7 @@ from torchtitan.components.validate import BaseValidator
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
@@ -53,6 +55,10 @@ class SplitValidator(BaseValidator):
             The trainer's contexts of a forward pass.
         metrics_processor (MetricsProcessor):
             Where results go.
+        pp_schedule (_PipelineSchedule, Optional):
+            The trainer's pipeline. Default: `None`.
+        pp_stages (tuple[bool, bool]):
+            Whether this rank has the first and the last stage of it.
 
     Raises:
         ValueError: the job's validation is not supported, or its text does not fit the model.
@@ -71,9 +77,12 @@ class SplitValidator(BaseValidator):
         validation_context: Callable[[], AbstractContextManager[None]],
         maybe_enable_amp: AbstractContextManager[None],
         metrics_processor: MetricsProcessor,
+        pp_schedule: _PipelineSchedule | None = None,
+        pp_stages: tuple[bool, bool] = (True, True),
     ) -> None:
         super().__init__(job_config)
         check_validation(job_config, parallel_dims)
+        self.pp_schedule, (self.is_first_stage, self.is_last_stage) = pp_schedule, pp_stages
         self.parallel_dims, self.dp_world_size, self.dp_rank = parallel_dims, dp_world_size, dp_rank
         self.loss_fn, self.validation_context, self.maybe_enable_amp = loss_fn, validation_context, maybe_enable_amp
         self.metrics_processor = metrics_processor
@@ -133,7 +142,7 @@ class SplitValidator(BaseValidator):
 
     def _score(self, model: nn.Module) -> tuple[float, int, int]:
         """Summed loss and labels over all ranks, and the tokens that this rank has read."""
-        config, device = self.job_config.validation, utils.device_type
+        config, dims, device = self.job_config.validation, self.parallel_dims, utils.device_type
         batches = evaluation_batches(
             self.split, config.seq_len, config.local_batch_size,
             dp_world_size=self.dp_world_size, dp_rank=self.dp_rank, document_ids=data_section(self.job_config).reset_documents,
@@ -141,15 +150,43 @@ class SplitValidator(BaseValidator):
         nll = torch.zeros((), dtype=torch.float64, device=device)
         targets, tokens = torch.zeros((), dtype=torch.int64, device=device), 0
         for inputs, labels in islice(batches, config.steps if config.steps > 0 else None):
-            moved = {name: value.to(device) for name, value in inputs.items()}
-            labels = labels.to(device)
-            with self.validation_context(), self.maybe_enable_amp:
-                loss = self.loss_fn(model(moved.pop("input"), **moved), labels)
-            nll += (loss.full_tensor() if isinstance(loss, DTensor) else loss).double()
-            targets += (labels != IGNORE_INDEX).sum()
+            extra = {name: value.to(device) for name, value in inputs.items()}
+            x, labels = extra.pop("input"), labels.to(device)
+            if dims.cp_enabled:
+                # as the trainer does: each rank gets its piece of input and labels
+                x, labels, _ = prepare_context_parallel_input(
+                    x, labels, {}, dims.get_mesh("cp"), x.device,
+                    self.job_config.parallelism.context_parallel_load_balancer,
+                )
             tokens += labels.numel()
-        mesh = self.parallel_dims.get_optional_mesh("loss") if self.parallel_dims.dp_cp_enabled else None
-        return dist_utils.dist_sum(nll, mesh), int(dist_utils.dist_sum(targets, mesh)), tokens
+            with self.validation_context():
+                if self.pp_schedule is None:
+                    with self.maybe_enable_amp:
+                        losses = [self.loss_fn(model(x, **extra), labels)]
+                else:
+                    losses = self._run_pipeline(x, labels, extra)
+            for loss in losses:
+                nll += (loss.full_tensor() if isinstance(loss, DTensor) else loss).double()
+            if self.is_last_stage:
+                targets += (labels != IGNORE_INDEX).sum()
+        mesh = dims.get_optional_mesh("loss") if dims.dp_cp_enabled else None
+        sums = [dist_utils.dist_sum(total, mesh) for total in (nll, targets)]
+        if dims.pp_enabled:
+            # the last stage alone has them
+            stages = dims.get_mesh("pp")
+            sums = [dist_utils.dist_sum(torch.tensor(total, dtype=torch.float64, device=device), stages) for total in sums]
+        return sums[0], int(sums[1]), tokens
+
+    def _run_pipeline(self, x: torch.Tensor, labels: torch.Tensor, extra: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The losses of the microbatches, on the rank that has the last stage."""
+        schedule: Any = self.pp_schedule
+        losses: list[torch.Tensor] = []
+        target = {"target": labels, "losses": losses} if self.is_last_stage else {"target": None, "losses": None}
+        if self.is_first_stage:
+            schedule.eval(x, **extra, **target)
+        else:
+            schedule.eval(**target)
+        return losses
 
 
 def check_validation(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
@@ -158,20 +195,27 @@ def check_validation(job_config: JobConfig, parallel_dims: ParallelDims) -> None
         ValueError: validation is configured in a way that would score something else, or nothing.
     """
     family, config = job_config.model.name, job_config.validation
-    for kind, degree in (("pipeline", parallel_dims.pp), ("context", parallel_dims.cp)):
-        if degree > 1:
-            raise ValueError(
-                f"{family}: validation under {kind} parallelism is not supported, but validation.enable = true and "
-                f"parallelism.{kind}_parallel_degree = {degree}. Remedy: validation.enable = false, and score the exported "
-                "checkpoint"
-            )
     for field in ("freq", "local_batch_size", "seq_len"):
         if (value := getattr(config, field)) < 1:
             raise ValueError(f"{family}: expected validation.{field} to be at least 1, but got {value}")
-    if family == "llama" and config.seq_len > job_config.training.seq_len:
+    training = job_config.training
+    if parallel_dims.pp_enabled:
+        # a schedule runs on the shapes that its stages were built for
+        for field in ("local_batch_size", "seq_len"):
+            if getattr(config, field) != getattr(training, field):
+                raise ValueError(
+                    f"{family}: expected validation.{field} = training.{field} under pipeline parallelism, but got "
+                    f"{getattr(config, field)} and {getattr(training, field)}. Remedy: set both to the same"
+                )
+    if config.seq_len % (pieces := parallel_dims.tp * parallel_dims.cp):
+        raise ValueError(
+            f"{family}: expected validation.seq_len to be a multiple of tensor x context parallel degree = {pieces}, but got "
+            f"{config.seq_len}. Remedy: validation.seq_len = training.seq_len"
+        )
+    if family == "llama" and config.seq_len > training.seq_len:
         raise ValueError(
             "llama: positions beyond the trained length mean nothing to the model, but validation.seq_len = "
-            f"{config.seq_len} with training.seq_len = {job_config.training.seq_len}. Remedy: set both to the same length"
+            f"{config.seq_len} with training.seq_len = {training.seq_len}. Remedy: set both to the same length"
         )
 
 
@@ -200,7 +244,9 @@ def build_validator(
     validation_context: Callable[[], AbstractContextManager[None]],
     maybe_enable_amp: AbstractContextManager[None],
     metrics_processor: MetricsProcessor,
-    **pipeline: Any,
+    pp_schedule: _PipelineSchedule | None = None,
+    pp_has_first_stage: bool | None = None,
+    pp_has_last_stage: bool | None = None,
 ) -> SplitValidator:
     """`build_validator_fn` of all three families, with torchtitan's signature; see `SplitValidator`."""
     return SplitValidator(
@@ -213,4 +259,6 @@ def build_validator(
         validation_context=validation_context,
         maybe_enable_amp=maybe_enable_amp,
         metrics_processor=metrics_processor,
+        pp_schedule=pp_schedule,
+        pp_stages=(bool(pp_has_first_stage), bool(pp_has_last_stage)),
     )

@@ -152,9 +152,11 @@ def test_steps_of_validation() -> None:
 
 
 def test_what_would_score_something_else_is_refused(text: Path) -> None:
-    for kind in ("context", "pipeline"):
-        with pytest.raises(ValueError, match=rf"harmonic: validation under {kind} parallelism .*Remedy"):
-            check_validation(job(text), dims(**{"context": {"cp": 2}, "pipeline": {"pp": 2}}[kind]))
+    with pytest.raises(ValueError, match=r"validation\.local_batch_size = training\.local_batch_size .*got 8 and 4\. Remedy"):
+        check_validation(job(text), dims(pp=2))
+    with pytest.raises(ValueError, match=r"multiple of tensor x context parallel degree = 3, but got 2048\. Remedy"):
+        check_validation(job(text), dims(cp=3))
+    check_validation(job(text), dims(cp=2))
     for field in ("freq", "local_batch_size", "seq_len"):
         with pytest.raises(ValueError, match=rf"validation\.{field} to be at least 1, but got 0"):
             check_validation(job(text, f"--validation.{field}=0"), dims())
