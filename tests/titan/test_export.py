@@ -95,12 +95,11 @@ def test_a_checkpoint_loads_with_all_its_weights_and_buffers(family: str, tmp_pa
         assert all(torch.equal(value, actual[name]) for name, value in expected.items())
 
 
-def test_the_latest_checkpoint_is_taken(tmp_path: Path) -> None:
+def test_the_latest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
     for step in (3, 12, 100):
-        (tmp_path / f"step-{step}").mkdir()
-    for step in (3, 12):
-        (tmp_path / f"step-{step}/.metadata").touch()
-    # step-100 has no metadata: its save was never finished
+        dcp.save({"weight": torch.zeros(3)}, checkpoint_id=tmp_path / f"step-{step}")
+    # a save that was never finished
+    (tmp_path / "step-100/.metadata").unlink()
     assert find_checkpoint(tmp_path) == tmp_path / "step-12"
     assert find_checkpoint(tmp_path / "step-3") == tmp_path / "step-3"
     for missing in (tmp_path / "step-100", tmp_path / "nowhere"):

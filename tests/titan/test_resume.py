@@ -50,13 +50,13 @@ def test_the_random_state_is_saved(whole: Path) -> None:
 def test_two_shards_resume_bit_equal_and_other_degrees_within_rounding(whole: Path, tmp_path: Path) -> None:
     shards, again, there, back = (tmp_path / name for name in ("shards", "again", "there", "back"))
     resumed(whole, 2, there)
-    run(2, options(shards, 2, 6, *SAVES), options(there, 2, 4, *SAVES))
+    run(2, options(shards, 2, 6, *SAVES), options(there, 2, 6, *SAVES))
     resumed(shards, 2, again)
     run(2, options(again, 2, 6, *SAVES))
     resumed(there, 4, back)
     run(1, options(back, 1, 6, *SAVES))
     assert values(steps(again)) == values(steps(shards))[2:]
-    for step, *rest in values([*steps(there), *steps(back)]):
+    for step, *rest in values([*steps(there)[:2], *steps(back)]):
         assert rest == pytest.approx(values(steps(whole))[step - 1][1:], rel=1e-6), step
     assert [record["step"] for record in steps(back)] == [5, 6]
 
