@@ -17,22 +17,22 @@ check_torchtitan_version()
 install_cpu_shim()
 
 # ruff: noqa: E402
-from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.protocols import BaseModelArgs, ModelProtocol, StateDictAdapter, train_spec
 from torchtitan.protocols.train_spec import ParallelizeFunction, TrainSpec
 
 from fla_harmonic.titan.checkpoint import install_checkpoint_hooks
-from fla_harmonic.titan.data import build_dataloader
 from fla_harmonic.titan.flavors import HARMONIC, LLAMA, MAMBA
 from fla_harmonic.titan.flops import use_honest_peak_flops
 from fla_harmonic.titan.gradient_scale import replicas_summed
 from fla_harmonic.titan.llama import Llama, LlamaStateDictAdapter
+from fla_harmonic.titan.loss import build_loss
 from fla_harmonic.titan.metrics import build_metrics_processor
 from fla_harmonic.titan.model import HFModel, HFStateDictAdapter
 from fla_harmonic.titan.optimizer import build_optimizers
 from fla_harmonic.titan.parallelize import parallelize, parallelize_llama_anywhere
 from fla_harmonic.titan.pipeline import pipeline
+from fla_harmonic.titan.stateful import build_dataloader
 from fla_harmonic.titan.tokenizer import build_tokenizer
 from fla_harmonic.titan.validate import build_validator
 
@@ -67,7 +67,7 @@ def register_specs() -> None:
             build_lr_schedulers_fn=build_lr_schedulers,
             build_dataloader_fn=build_dataloader,
             build_tokenizer_fn=build_tokenizer,
-            build_loss_fn=replicas_summed(build_cross_entropy_loss),
+            build_loss_fn=replicas_summed(build_loss),
             build_validator_fn=build_validator,
             build_metrics_processor_fn=build_metrics_processor,
             state_dict_adapter=adapter,

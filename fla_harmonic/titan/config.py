@@ -1,4 +1,4 @@
-"""torchtitan's job configuration with one more section, `[data]`.
+"""torchtitan's job configuration with two more sections, `[data]` and `[harmonic]`.
 
 Named in a TOML file by `[job] custom_config_module = "fla_harmonic.titan.config"`.
 """
@@ -34,6 +34,28 @@ class Data:
 
 
 @dataclass
+class Harmonic:
+    loss_chunk_tokens: int = 0
+    """
+    Tokens whose logits exist at a time: the model computes the loss itself, a chunk of tokens after another, with the values
+    and gradients of the dense loss. 0 is the dense loss, on logits [T, vocab_size]. For all three families
+    """
+
+    segment_len: int = 0
+    """
+    Most tokens of a segment: a sequence runs as segments that hand their states on, each computed anew in the backward
+    pass; the same values and gradients, in the memory of one segment. 0 is off. Harmonic alone
+    """
+
+    stateful: bool = False
+    """
+    Whether the states are carried over from batch to batch of consecutive text, without gradient: each row of the global
+    batch reads a part of the text of its own, from its start to its end. With `data.reset_documents` a state ends with its
+    document. Harmonic alone
+    """
+
+
+@dataclass
 class JobConfig:
     """
     Extension of torchtitan's JobConfig, which merges these sections into its own.
@@ -41,6 +63,9 @@ class JobConfig:
 
     data: Data = field(default_factory=Data)
     """Text data configuration"""
+
+    harmonic: Harmonic = field(default_factory=Harmonic)
+    """Loss in chunks, segments and carried states: training at long lengths"""
 
 
 def data_section(job_config: Any) -> Data:
@@ -50,3 +75,38 @@ def data_section(job_config: Any) -> Data:
     """
     section = getattr(job_config, "data", None)
     return Data() if section is None else section
+
+
+def harmonic_section(job_config: Any) -> Harmonic:
+    """The `[harmonic]` section of a job configuration, or its defaults where the job has no such section."""
+    section = getattr(job_config, "harmonic", None)
+    return Harmonic() if section is None else section
+
+
+def check_harmonic_section(job_config: Any, family: str) -> None:
+    """
+    Refuse at start-up what the `[harmonic]` section asks for and the family or the other sections exclude.
+
+    Raises:
+        ValueError: says what is not supported, what is configured, and the remedy.
+    """
+    section, parallelism = harmonic_section(job_config), job_config.parallelism
+    for name in ("loss_chunk_tokens", "segment_len"):
+        if (value := getattr(section, name)) < 0:
+            raise ValueError(f"expected harmonic.{name} >= 0, but got {value}. Remedy: a number of tokens, or 0 for off")
+    for name, off in {"segment_len": "0", "stateful": "false"}.items():
+        if family != "harmonic" and (value := getattr(section, name)):
+            raise ValueError(
+                f"{family}: states are handed on by Harmonic alone, but harmonic.{name} = {value}. Remedy: harmonic.{name} = "
+                f"{off}, or model.name = \"harmonic\""
+            )
+    offs = {"loss_chunk_tokens": "0", "segment_len": "0", "stateful": "false"}
+    used = {name: value for name in offs if (value := getattr(section, name))}
+    for degree_field in ("context_parallel_degree", "tensor_parallel_degree", "pipeline_parallel_degree"):
+        if used and (degree := getattr(parallelism, degree_field)) > 1:
+            asked = ", ".join(f"harmonic.{name} = {value}" for name, value in used.items())
+            remedy = ", ".join(f"harmonic.{name} = {offs[name]}" for name in used)
+            raise ValueError(
+                f"{family}: a loss inside the model is supported with data parallelism alone, but {asked} and "
+                f"parallelism.{degree_field} = {degree}. Remedy: {remedy}, or parallelism.{degree_field} = 1"
+            )

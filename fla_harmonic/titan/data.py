@@ -17,7 +17,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.logging import logger
 
-from fla_harmonic.titan.config import Data, data_section
+from fla_harmonic.titan.config import Data, data_section, harmonic_section
 from fla_harmonic.titan.corpus import load_documents, split_documents, split_ends_inside_document
 from fla_harmonic.titan.tokenizer import TextTokenizer, tokenize
 
@@ -247,6 +247,8 @@ class WindowLoader(BaseDataLoader):
             Seed of the order.
         document_ids (bool):
             Whether batches hold `document_ids`.
+        labels_in_inputs (bool):
+            Whether the labels are in the model's inputs too, for a model that computes the loss itself.
         pin_memory (bool):
             Whether batches are copied to pinned memory, where there is an accelerator.
     """
@@ -260,6 +262,7 @@ class WindowLoader(BaseDataLoader):
         dp_rank: int = 0,
         seed: int = 0,
         document_ids: bool = False,
+        labels_in_inputs: bool = False,
         pin_memory: bool = False,
     ) -> None:
         if local_batch_size < 1 or not 0 <= dp_rank < dp_world_size:
@@ -268,6 +271,7 @@ class WindowLoader(BaseDataLoader):
                 f"local_batch_size {local_batch_size}, dp_rank {dp_rank}, dp_world_size {dp_world_size}"
             )
         self.windows, self.seed, self.document_ids = windows, seed, document_ids
+        self.labels_in_inputs = labels_in_inputs
         self.local_batch_size, self.dp_world_size, self.dp_rank = local_batch_size, dp_world_size, dp_rank
         self.pin_memory = pin_memory and torch.accelerator.is_available()
         self.consumed = 0
@@ -276,12 +280,17 @@ class WindowLoader(BaseDataLoader):
     def __iter__(self) -> Iterator[Batch]:
         while True:
             first = self.consumed + self.dp_rank * self.local_batch_size
-            inputs, labels = self.windows.batch(self._indices(first), self.document_ids)
+            inputs, labels = self._batch(first)
             # before the batch is out: the checkpoint of a step counts the windows that the step has read
             self.consumed += self.local_batch_size * self.dp_world_size
-            if self.pin_memory:
-                inputs, labels = {key: value.pin_memory() for key, value in inputs.items()}, labels.pin_memory()
             yield inputs, labels
+
+    def _batch(self, first: int) -> Batch:
+        """The batch of the run's samples from `first` on."""
+        inputs, labels = self.windows.batch(self._indices(first), self.document_ids)
+        if self.pin_memory:
+            inputs, labels = {key: value.pin_memory() for key, value in inputs.items()}, labels.pin_memory()
+        return inputs | ({"labels": labels} if self.labels_in_inputs else {}), labels
 
     def _indices(self, first: int) -> np.ndarray:
         """Window indices `[local_batch_size]` of the run's samples from `first` on; they may lie in several epochs."""
@@ -331,7 +340,13 @@ def check_vocabulary(tokens: np.ndarray, tokenizer: TextTokenizer, job_config: A
         )
 
 
-def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: TextTokenizer, job_config: Any) -> WindowLoader:
+def build_dataloader(
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: TextTokenizer,
+    job_config: Any,
+    make_loader: Callable[..., WindowLoader] = WindowLoader,
+) -> WindowLoader:
     """
     The training batches of a torchtitan job, from the train split of `[training] dataset`.
 
@@ -342,7 +357,7 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: TextTokenizer,
         ValueError: the corpus, the batch sizes or the model's vocabulary do not fit together; the message says which.
         FileNotFoundError: the corpus is not there.
     """
-    training, data = job_config.training, data_section(job_config)
+    training, data, harmonic = job_config.training, data_section(job_config), harmonic_section(job_config)
     if training.dataloader.num_workers != 0:
         raise ValueError(
             f"expected [training.dataloader] num_workers = 0, got {training.dataloader.num_workers}: the tokens are in "
@@ -360,13 +375,14 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: TextTokenizer,
     # for the metrics, which torchtitan builds from the configuration alone
     job_config.train_bytes_per_token = split.num_bytes / len(split.tokens)
     windows = TokenWindows(split, training.seq_len)
-    loader = WindowLoader(
+    loader = make_loader(
         windows,
         local_batch_size=training.local_batch_size,
         dp_world_size=dp_world_size,
         dp_rank=dp_rank,
         seed=job_config.debug.seed or 0,
         document_ids=data.reset_documents,
+        labels_in_inputs=bool(harmonic.loss_chunk_tokens or harmonic.segment_len or harmonic.stateful),
         pin_memory=training.dataloader.pin_memory,
     )
     if data.reset_documents and len(split.document_starts) == 1:

@@ -1,6 +1,7 @@
 """The Transformer baseline: torchtitan's own Llama, with initial weights that do not depend on the sharding."""
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
@@ -9,11 +10,14 @@ from torchtitan.config import JobConfig
 from torchtitan.models.llama3 import Llama3StateDictAdapter, Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.models.llama3.model.model import FeedForward
+from torchtitan.protocols.model import AttentionMasksType
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fla_harmonic.titan.config import check_harmonic_section, harmonic_section
 from fla_harmonic.titan.flops import matmul_flops
 from fla_harmonic.titan.hf_import import check_hf_directory
 from fla_harmonic.titan.init import init_from_reference
+from fla_harmonic.titan.loss import LossHead
 from fla_harmonic.titan.parallelize import check_job
 from fla_harmonic.titan.pipeline import check_stages
 from fla_harmonic.titan.tied import TiedHead, check_tied
@@ -22,27 +26,31 @@ from fla_harmonic.titan.tied import TiedHead, check_tied
 @dataclass
 class LlamaArgs(TransformerModelArgs):
     """
-    torchtitan's arguments with plain RoPE (stock torchtitan stretches it for 8,192 tokens and more), the seed, and whether
-    embeddings and head are one table.
+    torchtitan's arguments with plain RoPE (stock torchtitan stretches it for 8,192 tokens and more), the seed, whether
+    embeddings and head are one table, and how the loss is computed.
     """
 
     rope_scaling_args: RoPEScalingArgs = field(default_factory=lambda: RoPEScalingArgs(scaling_factor=1.0))
     seed: int | None = None
     tie_word_embeddings: bool = False
+    loss_chunk_tokens: int = 0
 
     def update_from_config(self, job_config: JobConfig, **kwargs: object) -> None:
         """
-        Take sequence length and seed from the job.
+        Take sequence length, seed and the `[harmonic]` section from the job.
 
         Raises:
-            ValueError: the job asks for what is not supported (see `check_job`), also with tied tables (see `check_tied`).
+            ValueError: the job asks for what is not supported (see `check_job` and `check_harmonic_section`), also with tied
+                tables (see `check_tied`).
         """
         check_job(job_config, "llama")
         check_stages(job_config, self.n_layers)
+        check_harmonic_section(job_config, "llama")
         if self.tie_word_embeddings:
             check_tied(job_config, "llama", ("tensor", "pipeline", "context"))
         super().update_from_config(job_config, **kwargs)
         self.seed = job_config.debug.seed
+        self.loss_chunk_tokens = harmonic_section(job_config).loss_chunk_tokens
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """
@@ -92,14 +100,45 @@ class LlamaArgs(TransformerModelArgs):
 
 
 class Llama(Transformer):
-    """torchtitan's `Transformer`; tied tables are one parameter, `tok_embeddings.weight`, with the head's initial values."""
+    """
+    torchtitan's `Transformer`, that computes the loss itself where it is given labels. Tied tables are one parameter,
+    `tok_embeddings.weight`, with the head's initial values.
+    """
 
     model_args: LlamaArgs
+    output: nn.Module
 
     def __init__(self, model_args: LlamaArgs) -> None:
         super().__init__(model_args)
-        if model_args.tie_word_embeddings:
-            self.output = TiedHead(self.tok_embeddings)
+        chunk_tokens = model_args.loss_chunk_tokens
+        self.output = (
+            TiedHead(self.tok_embeddings, chunk_tokens) if model_args.tie_word_embeddings
+            else LossHead(cast(nn.Linear, self.output), chunk_tokens)
+        )
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        attention_masks: AttentionMasksType | None = None,
+        positions: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            tokens, attention_masks, positions:
+                As for torchtitan's `Transformer`.
+            labels (torch.Tensor, Optional):
+                Token ids to predict, of shape `[B, T]`; those of -100 do not count. Default: `None`.
+
+        Returns:
+            What torchtitan's returns; with labels the sum of the cross entropies, a scalar.
+        """
+        if labels is None:
+            return super().forward(tokens, attention_masks, positions)
+        h = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            h = layer(h, self.freqs_cis, attention_masks=attention_masks, positions=positions)
+        return self.output(self.norm(h), labels)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         """The stock initialisation of the whole model, of which every rank takes its shard."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from fla.models.utils import Cache
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -16,14 +17,18 @@ from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
-from fla_harmonic.ops.harmonic.context_parallel import build_cp_context
+from fla_harmonic.ops.harmonic.context_parallel import CPContext, build_cp_context
+from fla_harmonic.titan.config import check_harmonic_section, harmonic_section
 from fla_harmonic.titan.flops import matmul_flops
 from fla_harmonic.titan.hf_import import check_hf_directory
 from fla_harmonic.titan.init import init_from_reference
+from fla_harmonic.titan.loss import LossHead
 from fla_harmonic.titan.mamba import build_mamba
 from fla_harmonic.titan.optimizer import undecayed_names
 from fla_harmonic.titan.parallelize import check_job
 from fla_harmonic.titan.pipeline import check_stages
+from fla_harmonic.titan.segments import LayerLayout, document_borders, run_segments, state_layout, zero_states
+from fla_harmonic.titan.stateful import RowStates
 from fla_harmonic.titan.tied import TiedHead, check_tied
 
 
@@ -65,11 +70,16 @@ class HFModelArgs(BaseModelArgs):
             Keyword arguments of the family's HF configuration.
         seed (int | None):
             Seed of the initial weights; the job's `debug.seed`.
+        loss_chunk_tokens, segment_len (int), stateful (bool):
+            The job's `[harmonic]` section.
     """
 
     family: str = "harmonic"
     config: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
+    loss_chunk_tokens: int = 0
+    segment_len: int = 0
+    stateful: bool = False
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "HFModelArgs":
@@ -84,6 +94,16 @@ class HFModelArgs(BaseModelArgs):
         """The HF model, initialised by itself."""
         return FAMILIES[self.family].build(self.hf_config())
 
+    def state_layout(self) -> tuple[LayerLayout, ...]:
+        """
+        What the model's layers remember of a row.
+
+        Raises:
+            ValueError: a layer has no state of constant size.
+        """
+        with torch.device("meta"):
+            return state_layout(getattr(self.build_hf(), FAMILIES[self.family].base).layers)
+
     @property
     def vocab_size(self) -> int:
         return self.hf_config().vocab_size
@@ -94,18 +114,23 @@ class HFModelArgs(BaseModelArgs):
 
     def update_from_config(self, job_config: JobConfig, **kwargs: object) -> None:
         """
-        Take the seed from the job, and switch torchtitan's load balancer off, which would reorder the sequence.
+        Take the seed and the `[harmonic]` section from the job, and switch torchtitan's load balancer off, which would
+        reorder the sequence.
 
         Raises:
-            ValueError: the job asks for what is not supported (see `check_job`), or for a flavor with tied tables (see
-                `check_tied`).
+            ValueError: the job asks for what is not supported (see `check_job`, `check_harmonic_section`), or for a flavor
+                with tied tables (see `check_tied`).
         """
         check_job(job_config, self.family)
+        check_harmonic_section(job_config, self.family)
         config = self.hf_config()
         check_stages(job_config, config.num_hidden_layers)
         if config.tie_word_embeddings:
             check_tied(job_config, self.family)
         self.seed = job_config.debug.seed
+        section = harmonic_section(job_config)
+        self.loss_chunk_tokens, self.segment_len = section.loss_chunk_tokens, section.segment_len
+        self.stateful = section.stateful
         job_config.parallelism.context_parallel_load_balancer = None
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
@@ -135,7 +160,10 @@ class HFModel(ModelProtocol):
 
     Args:
         model_args (HFModelArgs):
-            Family, configuration and seed.
+            Family, configuration, seed, and how the loss is computed.
+
+    Raises:
+        ValueError: the model is to run on segments or carried states, and has layers without such a state.
     """
 
     def __init__(self, model_args: HFModelArgs) -> None:
@@ -149,7 +177,13 @@ class HFModel(ModelProtocol):
         self.tok_embeddings = base.embeddings
         self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(base.layers)})
         self.norm = getattr(base, family.norm)
-        self.output = TiedHead(self.tok_embeddings) if model.config.tie_word_embeddings else model.lm_head
+        chunk_tokens = model_args.loss_chunk_tokens
+        self.output: LossHead | TiedHead = (
+            TiedHead(self.tok_embeddings, chunk_tokens) if model.config.tie_word_embeddings
+            else LossHead(model.lm_head, chunk_tokens)
+        )
+        # now, before activation checkpointing and compilation wrap the blocks
+        self.state_layout = state_layout(base.layers) if model_args.segment_len or model_args.stateful else ()
         # flags on parameters do not survive `to_empty` and FSDP: keep their names
         self.undecayed = undecayed_names(self.named_parameters())
 
@@ -175,6 +209,8 @@ class HFModel(ModelProtocol):
         attention_masks: None = None,
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        carried: RowStates | None = None,
     ) -> torch.Tensor:
         """
         Args:
@@ -185,38 +221,65 @@ class HFModel(ModelProtocol):
             document_ids (torch.Tensor, Optional):
                 Number of each token's document within its row, of shape `[B, T]`: the state begins anew where it
                 changes. With context parallelism these are the ids of the whole sequence. Default: each row is one document.
+            labels (torch.Tensor, Optional):
+                Token ids to predict, of shape `[B, T]`; those of -100 do not count. Default: `None`.
+            carried (RowStates, Optional):
+                The states that the rows begin with; they are replaced by those that the rows end with. Needs labels.
+                Default: each row begins with zeros.
 
         Returns:
-            Logits of shape `[B, T, vocab_size]`; in an earlier stage of a pipeline the hidden states.
+            Logits of shape `[B, T, vocab_size]`; with labels the sum of the cross entropies, a scalar; in an earlier stage
+            of a pipeline the hidden states.
         """
-        shape = tokens.shape[:2]
-        packing: dict[str, Any] = {}
+        if labels is None and carried is not None:
+            raise ValueError("carried states need labels, but got none. Remedy: pass labels, or no `carried`")
+        if labels is None or (carried is None and not self.model_args.segment_len):
+            h = self._whole(tokens, document_ids)
+            if self.output is None:
+                return h
+            if labels is not None:
+                return self.output(h, labels.reshape(h.shape[:-1]))
+            logits = self.output(h)
+            return logits if document_ids is None else logits.reshape(*tokens.shape[:2], -1)
+
+        if carried is None:
+            states, continues = zero_states(self.state_layout, len(tokens), tokens.device), None
+        else:
+            states, continues = carried.read(tokens.device)
+        loss, states = run_segments(
+            self._hidden, self.output, states, tokens, labels, document_ids, continues, self.model_args.segment_len
+        )
+        if carried is not None:
+            carried.write(states)
+        return loss
+
+    def _whole(self, tokens: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
+        """Hidden states `[B, T, H]` of the rows, from their first token on; `[1, B T, H]` with documents."""
+        cp_context = cu_seqlens = None
         if self.cp_group is not None:
-            packing["cp_context"], packing["cu_seqlens"] = build_cp_context(self.cp_group, document_ids, shape[1])
+            cp_context, cu_seqlens = build_cp_context(self.cp_group, document_ids, tokens.shape[1])
         elif document_ids is not None:
-            packing["cu_seqlens"] = document_borders(document_ids)
-        if document_ids is not None:
-            tokens = tokens.reshape(1, -1)
+            cu_seqlens = document_borders(document_ids)
+        return self._hidden(tokens if document_ids is None else tokens.reshape(1, -1), cu_seqlens, None, cp_context)
+
+    def _hidden(
+        self,
+        tokens: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        cp_context: CPContext | None = None,
+    ) -> torch.Tensor:
+        options = {"cu_seqlens": cu_seqlens, "past_key_values": cache, "cp_context": cp_context}
+        options = {name: value for name, value in options.items() if value is not None}
         # the stages of a pipeline lack modules: a later one gets hidden states, an earlier one returns them
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
-            h = layer(h, **packing)
+            h = layer(h, **options)
             # fla's blocks return their cache along with the hidden states, Mamba's the hidden states alone
             h = h[0] if isinstance(h, tuple) else h
         if self.norm is not None:
             h = self.norm(h)
-        if self.output is None:
-            return h
-        logits = self.output(h.to(self.output.weight.dtype))
-        return logits if document_ids is None else logits.reshape(*shape, -1)
-
-
-def document_borders(document_ids: torch.Tensor) -> torch.Tensor:
-    """Cumulative lengths `[N + 1]` of the documents in `[B, T]`, read row by row; a document ends with its row."""
-    first = torch.ones_like(document_ids, dtype=torch.bool)
-    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    starts = first.flatten().nonzero().flatten()
-    return torch.cat([starts, starts.new_tensor([document_ids.numel()])])
+        return h if self.output is None else h.to(self.output.weight.dtype)
 
 
 class HFStateDictAdapter(StateDictAdapter):

@@ -10,6 +10,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torchtitan.config import JobConfig
 from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_division
 
+from fla_harmonic.titan.loss import linear_cross_entropy
+
 
 class TiedHead(nn.Module):
     """
@@ -19,10 +21,13 @@ class TiedHead(nn.Module):
     Args:
         embeddings (nn.Embedding):
             The token embeddings; their weight is looked up at every call.
+        chunk_tokens (int):
+            Tokens whose logits exist at a time when it computes the loss; 0: all. Default: 0.
     """
 
-    def __init__(self, embeddings: nn.Embedding) -> None:
+    def __init__(self, embeddings: nn.Embedding, chunk_tokens: int = 0) -> None:
         super().__init__()
+        self.chunk_tokens = chunk_tokens
         # in a tuple, where nn.Module does not take it for a submodule of the head
         self._embeddings = (embeddings,)
 
@@ -31,9 +36,16 @@ class TiedHead(nn.Module):
         """The table, `[vocab_size, hidden_size]`."""
         return self._embeddings[0].weight
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits `[..., vocab_size]` of hidden states `[..., hidden_size]`."""
-        return F.linear(hidden_states, self.weight)
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        recomputed: bool = False,
+    ) -> torch.Tensor:
+        """Logits `[..., vocab_size]` of hidden states `[..., hidden_size]`, or the loss, as `LossHead`."""
+        if labels is None:
+            return F.linear(hidden_states, self.weight)
+        return linear_cross_entropy(hidden_states, self.weight, labels, self.chunk_tokens, recomputed)
 
     def extra_repr(self) -> str:
         vocab_size, hidden_size = self.weight.shape

@@ -1,0 +1,140 @@
+"""
+The cross entropy of the three families: summed over tokens as torchtitan divides it, and if wished a piece of the tokens at
+a time, so that the logits never exist as `[T, vocab_size]`.
+
+torchtitan's loss is a function of what the model returns. A model that computes the loss itself gets the labels as an
+input of its own (`data.py`), returns the sum, and the loss function hands that on.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchtitan.components.loss import IGNORE_INDEX, build_cross_entropy_loss
+from torchtitan.config import JobConfig
+
+LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class LossHead(nn.Linear):
+    """
+    The output layer of a language model, that returns logits, or given labels the summed cross entropy.
+
+    As a module's forward pass, and not a function of the weight, the loss is where FSDP has the whole weight at hand.
+
+    Args:
+        linear (nn.Linear):
+            The layer whose weight it takes over; without bias.
+        chunk_tokens (int):
+            Tokens whose logits exist at a time; 0: all.
+    """
+
+    chunk_tokens: int
+
+    def __init__(self, linear: nn.Linear, chunk_tokens: int) -> None:
+        if linear.bias is not None:
+            raise ValueError(f"expected an output layer without bias, but got {linear}. Remedy: build it with bias=False")
+        # on "meta": no numbers are drawn, the weight is there already
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight = linear.weight
+        self.chunk_tokens = chunk_tokens
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        recomputed: bool = False,
+    ) -> torch.Tensor:
+        """
+        Args:
+            input (torch.Tensor):
+                Hidden states of shape `[..., H]`.
+            labels (torch.Tensor, Optional):
+                Token ids of shape `[...]`, int64; those of -100 do not count. Default: `None`.
+            recomputed (bool):
+                Whether this runs in a function that `torch.utils.checkpoint` repeats. Default: `False`.
+
+        Returns:
+            Logits of shape `[..., vocab_size]`; with labels the sum of the cross entropies, a float32 scalar (float64 for
+            float64 input).
+        """
+        if labels is None:
+            return super().forward(input)
+        return linear_cross_entropy(input, self.weight, labels, self.chunk_tokens, recomputed)
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    chunk_tokens: int = 0,
+    recomputed: bool = False,
+) -> torch.Tensor:
+    """
+    Summed cross entropy of the logits `hidden @ weight.T`, `chunk_tokens` of them at a time.
+
+    Full precision runs on torch's fused operator. Where that rounds sums to half precision, or has no rule for a sharded
+    weight, the chunks are computed again in the backward pass; sums and the weight's gradient are float32 there.
+
+    Args:
+        hidden (torch.Tensor):
+            Hidden states of shape `[..., H]`.
+        weight (torch.Tensor):
+            Weight of shape `[V, H]`.
+        labels (torch.Tensor):
+            Token ids of shape `[...]`, int64; those of -100 do not count.
+        chunk_tokens (int):
+            Tokens whose logits exist at a time; 0: all. Default: 0.
+        recomputed (bool):
+            Whether this runs in a function that `torch.utils.checkpoint` repeats: then no gradient is computed ahead, which
+            the repeated function would keep. Default: `False`.
+
+    Returns:
+        A float32 scalar; float64 for float64 input.
+
+    Raises:
+        ValueError: the labels do not have the hidden states' shape, or `chunk_tokens` is negative.
+    """
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"expected one label a token, {tuple(hidden.shape[:-1])}, but got labels of shape {tuple(labels.shape)}. "
+            "Remedy: pass the labels of the same tokens"
+        )
+    if chunk_tokens < 0:
+        raise ValueError(f"expected chunk_tokens >= 0, but got {chunk_tokens}. Remedy: 0 for all tokens at once")
+    hidden, labels = hidden.flatten(0, -2), labels.flatten()
+    if not chunk_tokens or not labels.numel():
+        return _cross_entropy(hidden, weight, labels)
+
+    half = torch.is_autocast_enabled(hidden.device.type) or not weight.dtype == hidden.dtype in (torch.float32, torch.float64)
+    if not half and type(weight) in (torch.Tensor, nn.Parameter):
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens, chunking_method=None, acc_policy="compact")
+        reduction = "none" if recomputed else "sum"
+        return F.linear_cross_entropy(
+            hidden, weight, labels, reduction=reduction, ignore_index=IGNORE_INDEX, options=options
+        ).sum()
+
+    # autograd adds up the chunks' gradients in the dtype of what all chunks share
+    wide = weight.float()
+    total = torch.zeros((), device=hidden.device)
+    for h, label in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
+        total = total + checkpoint(_cross_entropy, h, wide, label, use_reentrant=False, preserve_rng_state=False)
+    return total
+
+
+def _cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = F.linear(hidden, weight.to(hidden.dtype))
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORE_INDEX)
+
+
+def build_loss(job_config: JobConfig, **kwargs: object) -> LossFunction:
+    """`build_loss_fn` of all three families: torchtitan's cross entropy of logits; a model's own sum is handed on."""
+    of_logits = build_cross_entropy_loss(job_config, **kwargs)
+
+    def loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return pred if pred.ndim == 0 else of_logits(pred, labels)
+
+    return loss
