@@ -4,7 +4,7 @@ values and gradients of the whole sequence, in the memory of one segment.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from fla.models.utils import Cache
@@ -34,7 +34,7 @@ class LayerState(NamedTuple):
 
 # one entry a layer
 States = Sequence[LayerState]
-# (tokens [B, T], borders of packed documents or None, cache) -> hidden states [B, T, H]; the cache is read and renewed
+# (tokens [B, T], borders of packed documents or None, cache) -> hidden states [B, T, H]
 Hidden = Callable[[torch.Tensor, torch.Tensor | None, Cache], torch.Tensor]
 # (hidden states [B, T, H], labels [B, T], whether it runs in a checkpointed function) -> summed loss
 Loss = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
@@ -69,6 +69,43 @@ def zero_states(layout: Iterable[LayerLayout], rows: int, device: torch.device |
         )
         for layer in layout
     ]
+
+
+class SegmentCache(Cache):
+    """
+    fla's cache for one segment: what a layer reads is what the segment began with, and what it writes is kept apart. So a
+    block that activation checkpointing computes a second time computes the same.
+
+    Args:
+        before (States):
+            What the layers remember when the segment begins.
+    """
+
+    def __init__(self, before: States) -> None:
+        super().__init__()
+        self.before = before
+        self.after: dict[int, LayerState] = {}
+
+    def __len__(self) -> int:
+        return len(self.before)
+
+    def __getitem__(self, layer_idx: int) -> dict[str, Any]:
+        levels, conv = self.before[layer_idx]
+        return {"recurrent_state": levels, "conv_state": conv}
+
+    def update(
+        self,
+        *,
+        layer_idx: int,
+        recurrent_state: tuple[torch.Tensor, ...],
+        conv_state: torch.Tensor | None,
+        **_: Any,
+    ) -> None:
+        self.after[layer_idx] = LayerState(recurrent_state, conv_state)
+
+    def states(self) -> States:
+        """What the layers remember when the segment has ended."""
+        return [self.after[layer_idx] for layer_idx in range(len(self.before))]
 
 
 class Packing:
@@ -162,14 +199,14 @@ def run_segments(
         states: States,
     ) -> tuple[torch.Tensor, States]:
         if document_ids is None:
-            cache = _cache([state.map(lambda x: _keep(x, continues)) for state in states])
+            cache = SegmentCache([state.map(lambda x: _keep(x, continues)) for state in states])
             h = hidden(tokens, None, cache)
-            after = _states(cache)
+            after = cache.states()
         else:
             packing = Packing(document_ids, continues)
-            cache = _cache(packing.enter(states))
+            cache = SegmentCache(packing.enter(states))
             h = hidden(tokens.reshape(1, -1), packing.cu_seqlens, cache).view(*tokens.shape, -1)
-            after = packing.leave(_states(cache))
+            after = packing.leave(cache.states())
         return loss(h, labels, recomputed), after
 
     total: torch.Tensor | None = None
@@ -193,14 +230,3 @@ def run_segments(
 
 def _keep(rows: torch.Tensor, continues: torch.Tensor) -> torch.Tensor:
     return torch.where(continues.view(-1, *[1] * (rows.ndim - 1)), rows, 0.0)
-
-
-def _cache(states: States) -> Cache:
-    cache = Cache()
-    for layer_idx, state in enumerate(states):
-        cache.update(recurrent_state=state.levels, conv_state=state.conv, layer_idx=layer_idx, offset=0)
-    return cache
-
-
-def _states(cache: Cache) -> States:
-    return [LayerState(tuple(layer["recurrent_state"]), layer["conv_state"]) for layer in cache]
