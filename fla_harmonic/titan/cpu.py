@@ -5,6 +5,7 @@ torchtitan takes "cuda" for granted there, and some of its modules copy `device_
 imported, which is before a custom import runs. So those copies are replaced, in an explicit list of modules.
 """
 
+import ctypes
 import os
 import platform
 import resource
@@ -25,6 +26,10 @@ _COPIES = {
     "torchtitan.distributed.utils": ("device_type", "device_module"),
     "torchtitan.distributed.dual_pipe_v": ("device_type", "device_module"),
 }
+
+
+# None where the C library is another
+_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 class CPUModule(ModuleType):
@@ -104,3 +109,12 @@ def install_cpu_shim() -> bool:
                 )
             setattr(module, name, replacements[name])
     return True
+
+
+def release_free_memory() -> None:
+    """
+    Give memory that was freed back to the system, where the C library is glibc. It keeps holes that are a few bytes too
+    small for the next aligned tensor, so that a loop over tensors of one size grows without a tensor being alive.
+    """
+    if _MALLOC_TRIM is not None:
+        _MALLOC_TRIM(0)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fla_harmonic.layers import HarmonicAttention
+from fla_harmonic.titan.cpu import release_free_memory
 
 
 class LayerLayout(NamedTuple):
@@ -198,6 +199,9 @@ def run_segments(
         continues: torch.Tensor,
         states: States,
     ) -> tuple[torch.Tensor, States]:
+        if recomputed and tokens.device.type == "cpu":
+            # what the segment before has left
+            release_free_memory()
         if document_ids is None:
             cache = SegmentCache([state.map(lambda x: _keep(x, continues)) for state in states])
             h = hidden(tokens, None, cache)

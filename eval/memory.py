@@ -1,0 +1,209 @@
+"""
+Peak memory and time of a training step against the sequence length: `python -m eval.memory`.
+
+Each cell is one run of stock torchtitan, batch 1, in a process of its own, of which the peak is known to the end: resident
+memory on the CPU, allocated memory on an accelerator. A model that fails at a length, for memory or for time, is not tried
+at longer ones. Finished cells are in `memory.jsonl` and are not run again.
+"""
+
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+import tyro
+
+FAMILIES = ("harmonic", "mamba", "llama")
+# what is set for each way to compute the loss; `{chunk}` and `{segment}` are options
+LOSSES = {
+    "dense": (),
+    "chunked": ("--harmonic.loss_chunk_tokens={chunk}",),
+    "segments": ("--harmonic.loss_chunk_tokens={chunk}", "--harmonic.segment_len={segment}"),
+}
+_NO_MEMORY = re.compile(r"OutOfMemoryError|can't allocate memory|MemoryError|bad_alloc|Cannot allocate memory")
+
+
+@dataclass
+class Options:
+    """The cells and where they go."""
+
+    families: tuple[str, ...] = FAMILIES
+    """Models to train."""
+
+    size: str = "debug"
+    """Which of the configs: titan_configs/FAMILY_SIZE.toml."""
+
+    seq_lens: tuple[int, ...] = (8192, 65536, 262144, 1048576)
+    """Sequence lengths in tokens, ascending."""
+
+    losses: tuple[str, ...] = tuple(LOSSES)
+    """Ways to compute the loss: dense, chunked, segments (chunked, of segments; Harmonic alone)."""
+
+    chunk: int = 1024
+    """Tokens of a chunk of the loss."""
+
+    segment: int = 4096
+    """Tokens of a segment."""
+
+    steps: int = 1
+    """Optimizer steps of a run; the time is the last one's. The first has compilation in it."""
+
+    limit_gib: float = 0
+    """On the CPU, the memory that a run may take; 0: nine tenths of the machine's."""
+
+    timeout_s: int = 3600
+    """Seconds that a run may take."""
+
+    threads: int = 2
+    """CPU threads of a run."""
+
+    out: Path = Path("outputs/memory")
+    """Folder for results and plot."""
+
+    overrides: tuple[str, ...] = ()
+    """More torchtitan options for every cell, e.g. `--overrides=--training.mixed_precision_param=float32`."""
+
+
+def cells(options: Options) -> list[list[dict[str, object]]]:
+    """
+    The cells of each model and loss by rising length.
+
+    Raises:
+        ValueError: a family, a loss or a length is not what it should be.
+    """
+    for name, values, known in (("families", options.families, FAMILIES), ("losses", options.losses, LOSSES)):
+        if wrong := [value for value in values if value not in known]:
+            raise ValueError(f"`{name}` must be of {tuple(known)}; got {wrong}.")
+    if not options.seq_lens or list(options.seq_lens) != sorted(set(options.seq_lens)) or options.seq_lens[0] < 1:
+        raise ValueError(f"`seq_lens` must be positive and rise; got {options.seq_lens}.")
+    return [
+        [
+            {"model": family, "loss": loss, "seq_len": seq_len, "size": options.size, "steps": options.steps, "options": [
+                *(option.format(chunk=options.chunk, segment=options.segment) for option in LOSSES[loss]), *options.overrides,
+            ]}
+            for seq_len in options.seq_lens
+        ]
+        for family in options.families for loss in options.losses if family == "harmonic" or loss != "segments"
+    ]
+
+
+def run(cell: dict[str, object], options: Options) -> dict[str, object]:
+    """
+    Trains a cell in a process of its own.
+
+    Returns:
+        The cell with `peak_gib`, `seconds` (of the last step) and `failed`, which is empty, or says why there are no numbers.
+
+    Raises:
+        RuntimeError: the run failed for another reason than memory or time.
+    """
+    folder = options.out / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "torchtitan.train", f"--job.config_file=titan_configs/{cell['model']}_{options.size}.toml",
+        f"--job.dump_folder={folder}", f"--training.seq_len={cell['seq_len']}", "--training.local_batch_size=1",
+        f"--training.steps={options.steps}", "--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1",
+        "--metrics.no_enable_tensorboard", "--checkpoint.no_enable", *map(str, cell["options"]),  # type: ignore[call-overload]
+    ]
+    env = os.environ | {"OMP_NUM_THREADS": str(options.threads), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+                        "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    result = {**cell, "peak_gib": None, "seconds": None, "failed": ""}
+    try:
+        done = subprocess.run(command, env=env, timeout=options.timeout_s, preexec_fn=limit_memory(options.limit_gib),
+                              text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    except subprocess.TimeoutExpired:
+        return {**result, "failed": f"over {options.timeout_s} s"}
+    if done.returncode:
+        # killed by the kernel, or refused an allocation
+        if done.returncode == -9 or _NO_MEMORY.search(done.stdout):
+            return {**result, "failed": "out of memory"}
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    if last["n_tokens_seen"] != int(str(cell["seq_len"])) * options.steps:
+        raise RuntimeError(
+            f"expected {options.steps} steps of {cell['seq_len']} tokens, but the run saw {last['n_tokens_seen']}")
+    result |= {"peak_gib": last["memory/max_active(GiB)"], "seconds": last["time_metrics/end_to_end(s)"]}
+    return result | {"loss_value": last["loss_metrics/global_avg_loss"], "grad_norm": last["grad_norm"]}
+
+
+def limit_memory(limit_gib: float):
+    """What the new process does first: on the CPU it takes a limit, so that it fails before it drags down the machine."""
+    if torch.accelerator.is_available():
+        return None
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = int(limit_gib * 2**30) if limit_gib else physical * 9 // 10
+    return lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def table(results: list[dict]) -> str:
+    """The results as Markdown: one row a length, one column a model and loss."""
+    frame = pd.DataFrame(results)
+    columns = list(dict.fromkeys(zip(frame["model"], frame["loss"], strict=True)))
+    titles = [f"{model}, {loss}" for model, loss in columns]
+    lines = [f"| length | {' | '.join(titles)} |", "|---" * (len(columns) + 1) + "|"]
+    for seq_len, rows in frame.groupby("seq_len"):
+        found = {(row["model"], row["loss"]): row for _, row in rows.iterrows()}
+        texts = []
+        for column in columns:
+            row = found.get(column)
+            if row is None:
+                texts.append("")
+            else:
+                texts.append(row["failed"] or f"{row['peak_gib']:.2f} GiB, {row['seconds']:.1f} s")
+        lines.append(f"| {seq_len:,} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def plot(results: list[dict], file: Path) -> None:
+    """Peak memory and time of a step against the length."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
+    for (model, loss), rows in pd.DataFrame(results).groupby(["model", "loss"], sort=False):
+        style = {"color": f"C{FAMILIES.index(model)}", "linestyle": {"dense": ":", "chunked": "--", "segments": "-"}[loss]}
+        for axis, column in zip(axes, ("peak_gib", "seconds"), strict=True):
+            axis.plot(rows["seq_len"], rows[column].astype(float), marker="o", label=f"{model}, {loss}", **style)
+    for axis, title in zip(axes, ("peak memory, GiB", "seconds of a step"), strict=True):
+        axis.set(title=title, xlabel="length in tokens", xscale="log", yscale="log")
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def main(options: Options) -> None:
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "memory.jsonl"
+    known = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    results = []
+    for series in cells(options):
+        for cell in series:
+            result = next((row for row in known if cell.items() <= row.items()), None)
+            if result is None:
+                print(f"{cell['model']}, {cell['loss']}, {cell['seq_len']:,} tokens", flush=True)
+                result = run(cell, options)
+                with file.open("a") as lines:
+                    lines.write(json.dumps(result) + "\n")
+            results.append(result)
+            if result["failed"]:
+                break
+    pd.DataFrame(results).to_csv(options.out / "memory.csv", index=False)
+    text = table(results)
+    (options.out / "memory.md").write_text(text + "\n")
+    plot(results, options.out / "memory.png")
+    print(f"{text}\n\n{options.out / 'memory.md'}, {options.out / 'memory.csv'}, {options.out / 'memory.png'}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
