@@ -21,7 +21,6 @@ from fla_harmonic import HarmonicForCausalLM
 
 LENGTHS = (1_000, 100_000)
 MODES = ("stream", "generate")
-ROUNDS = 51
 
 
 @dataclass
@@ -100,7 +99,9 @@ def _generated(model: HarmonicForCausalLM) -> Iterator[torch.Tensor]:
         yield token
 
 
-def measure(model: Path, mode: str, lengths: tuple[int, ...] = LENGTHS, chunk_size: int = 100) -> list[Growth]:
+def measure(
+    model: Path, mode: str, lengths: tuple[int, ...] = LENGTHS, chunk_size: int = 100, rounds: int = 51,
+) -> list[Growth]:
     """
     Peak memory and time a token at several lengths. Each has a process of its own; when all are there, they are timed in
     turn, so that a busy machine slows all alike.
@@ -114,6 +115,8 @@ def measure(model: Path, mode: str, lengths: tuple[int, ...] = LENGTHS, chunk_si
             Tokens before the measurement. Default: 1,000 and 100,000.
         chunk_size (int):
             Tokens of a chunk, and of a round of the timing. Default: 100.
+        rounds (int):
+            How often each is timed. Default: 51.
 
     Raises:
         ValueError: for a length that chunks do not fill.
@@ -131,7 +134,7 @@ def measure(model: Path, mode: str, lengths: tuple[int, ...] = LENGTHS, chunk_si
                 subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1))
         peaks = [int(_answer(process)) for process in processes]
         times: list[list[list[float]]] = [[] for _ in processes]
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             for process, own in zip(processes, times, strict=True):
                 process.stdin.write("next\n")  # type: ignore[union-attr]
                 own.append([float(seconds) / chunk_size for seconds in _answer(process).split()])
