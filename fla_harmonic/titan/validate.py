@@ -260,5 +260,6 @@ def build_validator(
         maybe_enable_amp=maybe_enable_amp,
         metrics_processor=metrics_processor,
         pp_schedule=pp_schedule,
-        pp_stages=(bool(pp_has_first_stage), bool(pp_has_last_stage)),
+        # torchtitan says None of stages where it has no pipeline
+        pp_stages=(True, True) if pp_schedule is None else (bool(pp_has_first_stage), bool(pp_has_last_stage)),
     )
