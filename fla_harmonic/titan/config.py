@@ -83,6 +83,12 @@ def harmonic_section(job_config: Any) -> Harmonic:
     return Harmonic() if section is None else section
 
 
+def loss_in_model(job_config: Any) -> bool:
+    """Whether the model computes the loss itself, from labels that the batches hold."""
+    section = harmonic_section(job_config)
+    return bool(section.loss_chunk_tokens or section.segment_len or section.stateful)
+
+
 def check_harmonic_section(job_config: Any, family: str) -> None:
     """
     Refuse at start-up what the `[harmonic]` section asks for and the family or the other sections exclude.

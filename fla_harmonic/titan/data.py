@@ -17,7 +17,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.logging import logger
 
-from fla_harmonic.titan.config import Data, data_section, harmonic_section
+from fla_harmonic.titan.config import Data, data_section, loss_in_model
 from fla_harmonic.titan.corpus import load_documents, split_documents, split_ends_inside_document
 from fla_harmonic.titan.tokenizer import TextTokenizer, tokenize
 
@@ -357,7 +357,7 @@ def build_dataloader(
         ValueError: the corpus, the batch sizes or the model's vocabulary do not fit together; the message says which.
         FileNotFoundError: the corpus is not there.
     """
-    training, data, harmonic = job_config.training, data_section(job_config), harmonic_section(job_config)
+    training, data = job_config.training, data_section(job_config)
     if training.dataloader.num_workers != 0:
         raise ValueError(
             f"expected [training.dataloader] num_workers = 0, got {training.dataloader.num_workers}: the tokens are in "
@@ -382,7 +382,7 @@ def build_dataloader(
         dp_rank=dp_rank,
         seed=job_config.debug.seed or 0,
         document_ids=data.reset_documents,
-        labels_in_inputs=bool(harmonic.loss_chunk_tokens or harmonic.segment_len or harmonic.stateful),
+        labels_in_inputs=loss_in_model(job_config),
         pin_memory=training.dataloader.pin_memory,
     )
     if data.reset_documents and len(split.document_starts) == 1:

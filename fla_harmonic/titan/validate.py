@@ -22,7 +22,7 @@ from torchtitan.distributed.context_parallel import prepare_context_parallel_inp
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from fla_harmonic.titan.config import data_section
+from fla_harmonic.titan.config import data_section, loss_in_model
 from fla_harmonic.titan.data import TokenSplit, check_vocabulary, evaluation_batches, load_split
 from fla_harmonic.titan.tokenizer import ByteTokenizer, TextTokenizer
 
@@ -158,6 +158,8 @@ class SplitValidator(BaseValidator):
                     x, labels, {}, dims.get_mesh("cp"), x.device,
                     self.job_config.parallelism.context_parallel_load_balancer,
                 )
+            if loss_in_model(self.job_config):
+                extra["labels"] = labels
             tokens += labels.numel()
             with self.validation_context():
                 if self.pp_schedule is None:
