@@ -19,6 +19,7 @@ from fla_harmonic.layers.harmonic import Timescale
 from fla_harmonic.ops.harmonic import context_parallel, scan_op  # noqa: F401  (register torch.ops.fla_harmonic)
 from fla_harmonic.titan import mamba
 from fla_harmonic.titan.config import data_section
+from fla_harmonic.titan.context_parallel import apply_context_parallel
 from fla_harmonic.titan.tensor_parallel import apply_tensor_parallel
 from fla_harmonic.titan.tied import apply_fsdp_tied, is_tied
 
@@ -187,14 +188,14 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
         The model.
 
     Raises:
-        ValueError: the tensor parallel degree does not fit the model.
+        ValueError: the tensor or context parallel degree does not fit the model.
     """
     training = job_config.training
     if parallel_dims.tp_enabled:
         apply_tensor_parallel(
             model, parallel_dims.get_mesh("tp"), loss_parallel=not job_config.parallelism.disable_loss_parallel)
     if parallel_dims.cp_enabled:
-        cast(Any, model).cp_group = parallel_dims.get_mesh("cp").get_group()
+        apply_context_parallel(model, parallel_dims.get_mesh("cp"), job_config)
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     if job_config.activation_checkpoint.mode != "none":
         apply_ac(

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 import fla_harmonic.titan  # noqa: F401  (registers the specs)
 from fla_harmonic.layers.harmonic import Timescale
 from fla_harmonic.models.harmonic import HarmonicConfig
+from fla_harmonic.titan.context_parallel import apply_context_parallel
 from fla_harmonic.titan.gradient_scale import scale_gradient
 from fla_harmonic.titan.model import HFModel, HFModelArgs
 from fla_harmonic.titan.parallelize import _keep_timescales_wide, _reduce_on_gloo, check_job
@@ -136,6 +138,25 @@ def test_a_tensor_parallel_degree_that_does_not_fit_is_refused(options: dict[str
     model.layers["0"].attn = nn.Identity()
     with pytest.raises(ValueError, match=r"a block of Identity.*Remedy"):
         apply_tensor_parallel(model, _Degree(), loss_parallel=True)
+
+
+@pytest.mark.parametrize(("options", "overrides", "message"), [
+    ({"attn_mode": "fused_recurrent"}, [], r"attn_mode 'fused_recurrent'"),
+    ({"use_short_conv": True}, ["--data.reset_documents"], r"`use_short_conv` with data.reset_documents = true"),
+    ({"use_short_conv": True, "conv_size": 4}, ["--training.seq_len=6"], r"conv_size - 1 = 3 .*seq_len = 6"),
+])
+def test_a_context_parallel_block_that_cannot_see_back_is_refused(
+    options: dict[str, Any], overrides: list[str], message: str,
+) -> None:
+    config = HarmonicConfig(hidden_size=64, num_hidden_layers=1, vocab_size=256, **options)
+    with torch.device("meta"):
+        model = HFModel(HFModelArgs.of(config))
+    with pytest.raises(ValueError, match=rf"harmonic: .*{message}.*Remedy"):
+        apply_context_parallel(model, _Degree(), job("harmonic", *overrides))
+    assert model.cp_group is None
+    model.layers["0"].attn = nn.Identity()
+    with pytest.raises(ValueError, match=r"a block of Identity.*context_parallel_degree = 3"):
+        apply_context_parallel(model, _Degree(), job("harmonic"))
 
 
 def test_timescales_stay_in_float32_under_mixed_precision(alone: DeviceMesh) -> None:

@@ -270,7 +270,7 @@ _tokens_before.register_autograd(_tokens_grad, setup_context=_save_tokens)
 def _all_gather(x: torch.Tensor, group_name: str, size: int) -> torch.Tensor:
     # gloo wants the pieces along the first dimension
     gathered = x.new_empty(size * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(gathered, x.contiguous(), group=_resolve_process_group(cast(Any, group_name)))
+    dist.all_gather_single(gathered, x.contiguous(), group=_resolve_process_group(cast(Any, group_name)))
     return gathered.view(size, *x.shape)
 
 
