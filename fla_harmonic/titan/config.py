@@ -106,6 +106,14 @@ def check_harmonic_section(job_config: Any, family: str) -> None:
                 f"{family}: states are handed on by Harmonic alone, but harmonic.{name} = {value}. Remedy: harmonic.{name} = "
                 f"{off}, or model.name = \"harmonic\""
             )
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    if (section.segment_len or section.stateful) and compiled and (mode := job_config.activation_checkpoint.mode) != "none":
+        # the checkpoint would be inside the compiled block, and tracing it forbids the block to hand its states out
+        raise ValueError(
+            f"{family}: compiled blocks that hand states on cannot be checkpointed, but activation_checkpoint.mode = {mode!r} "
+            f"with compile.enable = true, harmonic.segment_len = {section.segment_len} and harmonic.stateful = "
+            f"{section.stateful}. Remedy: activation_checkpoint.mode = \"none\"; segments are computed anew as they are"
+        )
     offs = {"loss_chunk_tokens": "0", "segment_len": "0", "stateful": "false"}
     used = {name: value for name in offs if (value := getattr(section, name))}
     for degree_field in ("context_parallel_degree", "tensor_parallel_degree", "pipeline_parallel_degree"):
