@@ -27,8 +27,8 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, job_config: JobCo
             raise ValueError(f"harmonic: context parallelism does not support {part}, but {said}. {remedy}")
         if attn.use_short_conv and data_section(job_config).reset_documents:
             raise ValueError(
-                f"harmonic: context parallelism does not support `use_short_conv` with data.reset_documents = true, but {said}."
-                f" {remedy}, or data.reset_documents = false"
+                "harmonic: context parallelism does not support `use_short_conv` with data.reset_documents = true, but "
+                f"{said}. {remedy}, or data.reset_documents = false"
             )
         if attn.use_short_conv and job_config.training.seq_len // mesh.size() < attn.conv_size - 1:
             raise ValueError(
