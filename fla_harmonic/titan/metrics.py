@@ -84,6 +84,9 @@ class JSONLMetricsProcessor(MetricsProcessor):
         if isinstance(model_args, HFModelArgs) and model_args.family == "harmonic":
             if job_config.compile.enable and "model" in job_config.compile.components:
                 logger.info("states and timescales of the levels are not logged: compiled blocks call no hooks")
+            elif parallel_dims.pp_enabled:
+                # its passes over shapes and microbatches are not those of the step alone: measured 1e-3 off one process
+                logger.info("states and timescales of the levels are not logged: not supported in a pipeline")
             else:
                 self.num_levels = len(model_args.hf_config().timescales)
         super().__init__(job_config, parallel_dims, tag)
