@@ -26,7 +26,7 @@ compare: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(THREADS) --dist loadfile
 
 lowest: $(VENV)/.installed
 	$(VENV)/bin/nox -s lowest
