@@ -69,8 +69,11 @@ class Options:
     out: Path = Path("outputs/memory")
     """Folder for results and plot."""
 
-    overrides: tuple[str, ...] = ()
-    """More torchtitan options for every cell, e.g. `--overrides=--training.mixed_precision_param=float32`."""
+    overrides: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """
+    More torchtitan options for every cell, one at a time, e.g. `--overrides=--training.mixed_precision_param=float32
+    --overrides=--training.dataset=novels`
+    """
 
 
 def cells(options: Options) -> list[list[dict[str, object]]]:

@@ -102,14 +102,14 @@ def test_a_batch_is_the_sequence_that_it_continues() -> None:
     first, second = (next(batches)[0] for _ in range(2))
     with torch.no_grad():
         model.state_layout = model.model_args.state_layout()
-        inputs = [{**batch, "tokens": batch.pop("input")} for batch in (first, second)]
+        inputs = [{"tokens": batch.pop("input"), **batch} for batch in (first, second)]
         parts = sum(model(**batch) for batch in inputs)
         whole = model(torch.cat([b["tokens"] for b in inputs], 1), labels=torch.cat([b["labels"] for b in inputs], 1))
         fresh = sum(model(batch["tokens"], labels=batch["labels"]) for batch in inputs)
     torch.testing.assert_close(parts, whole, atol=1e-3, rtol=1e-6)
     assert abs(fresh - whole) > 1e-2
     with pytest.raises(ValueError, match="carried states need labels"):
-        model(first["tokens"], carried=first["carried"])
+        model(inputs[0]["tokens"], carried=first["carried"])
 
 
 @pytest.mark.slow
