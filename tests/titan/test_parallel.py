@@ -19,6 +19,10 @@ MORE = (
     Layout("TP 2, whole logits", tensor=2, overrides=("--parallelism.disable_loss_parallel",)),
     Layout("TP 2 x CP 2", tensor=2, context=2),
     Layout("FSDP 2 x PP 2", fsdp=2, pipeline=2),
+    Layout("FSDP 2, segments", fsdp=2, accumulation=2, overrides=(
+        "--harmonic.segment_len=48", "--harmonic.loss_chunk_tokens=50", "--activation_checkpoint.mode=full",
+        "--parallelism.fsdp_reshard_after_forward=always")),
+    Layout("DDP 2, segments", replicas=2, overrides=("--harmonic.segment_len=48", "--harmonic.loss_chunk_tokens=50")),
     # MLP gates, no projection
     Layout("paper", flavor="debug-paper", like="paper"),
     Layout("paper, TP 2", flavor="debug-paper", tensor=2, like="paper"),
