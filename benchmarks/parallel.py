@@ -88,25 +88,35 @@ class Row:
     norm_difference: float
 
 
-def run(layouts: Iterable[Layout], steps: int, out: Path) -> list[Row]:
+def launch(layouts: Sequence[Layout], steps: int, out: Path, module: str = "benchmarks.parallel") -> None:
     """
-    Train in every layout; those of as many processes share one launch.
+    Run `python -m MODULE work JOBS` on as many processes as the layouts need; those of as many share one launch.
 
     Raises:
         RuntimeError: a run failed.
     """
-    layouts = list(layouts)
     for ranks in sorted({layout.ranks for layout in layouts}):
         jobs = [layout.arguments(out, steps) for layout in layouts if layout.ranks == ranks]
         (out / f"{ranks}.json").write_text(json.dumps(jobs))
         command = [
             sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--rdzv_backend=c10d",
-            "--rdzv_endpoint=localhost:0", "-m", "benchmarks.parallel", "work", str(out / f"{ranks}.json"),
+            "--rdzv_endpoint=localhost:0", "-m", module, "work", str(out / f"{ranks}.json"),
         ]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if done.returncode:
             raise RuntimeError(f"training on {ranks} processes failed:\n{done.stdout[-20000:]}")
+
+
+def run(layouts: Iterable[Layout], steps: int, out: Path) -> list[Row]:
+    """
+    Train in every layout, and compare each with its reference.
+
+    Raises:
+        RuntimeError: a run failed.
+    """
+    layouts = list(layouts)
+    launch(layouts, steps, out)
     curves = {layout.name: _read(out / layout.name) for layout in layouts}
     rows = []
     for layout in layouts:
