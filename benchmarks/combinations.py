@@ -5,10 +5,6 @@ Which kinds of parallelism and of training combine: what a job's start-up accept
 """
 
 import copy
-import math
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -22,7 +18,7 @@ from benchmarks.parallel import ROOT
 from fla_harmonic.titan.model import HFModelArgs
 
 FAMILIES = ("harmonic", "mamba", "llama")
-# fields of the job that are set; degrees multiply to the number of ranks
+# fields of the job that are set
 _SHARDS, _REPLICAS = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
 KINDS: dict[str, dict[str, Any]] = {
     "FSDP": {_SHARDS: 2},
@@ -45,19 +41,6 @@ KINDS: dict[str, dict[str, Any]] = {
 _DATA = ("FSDP", "HSDP", "DDP")
 
 
-@contextmanager
-def _world(ranks: int) -> Iterator[None]:
-    before = os.environ.get("WORLD_SIZE")
-    os.environ["WORLD_SIZE"] = str(ranks)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["WORLD_SIZE"]
-        else:
-            os.environ["WORLD_SIZE"] = before
-
-
 def refusal(family: str, *kinds: str) -> str:
     """
     Why a job of these kinds is refused, in the words of its error; empty where it is accepted.
@@ -78,12 +61,10 @@ def refusal(family: str, *kinds: str) -> str:
     args = copy.deepcopy(get_train_spec(family).model_args["debug"])
     if "tied tables" in kinds:
         _tie(args)
-    ranks = math.prod(value for name, value in fields.items() if name.startswith("parallelism."))
-    with _world(ranks):
-        try:
-            args.update_from_config(config)
-        except ValueError as error:
-            return str(error)
+    try:
+        args.update_from_config(config)
+    except ValueError as error:
+        return str(error)
     return ""
 
 

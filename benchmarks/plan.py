@@ -84,17 +84,32 @@ class Plan:
         return ", ".join(parts)
 
 
-_LONG = {"segment_len": 32768, "loss_chunk": 8192, "keeps": True}
+
+def _segmented(layout: Layout, suggested: bool = False) -> Plan:
+    return Plan(layout, segment_len=32768, loss_chunk=8192, keeps=True, suggested=suggested)
+
+
 PLANS = (
     Plan(Layout("FSDP 8", fsdp=8), loss_chunk=8192, recomputes=True),
-    Plan(Layout("FSDP 8", fsdp=8), suggested=True, **_LONG),
+    _segmented(Layout("FSDP 8", fsdp=8), suggested=True),
     Plan(Layout("CP 8", context=8), recomputes=True),
-    Plan(Layout("FSDP 64", fsdp=64), **_LONG),
-    Plan(Layout("HSDP 8x8", replicas=8, fsdp=8), suggested=True, **_LONG),
+    _segmented(Layout("FSDP 64", fsdp=64)),
+    _segmented(Layout("HSDP 8x8", replicas=8, fsdp=8), suggested=True),
     Plan(Layout("FSDP 4 x CP 16", fsdp=4, context=16), recomputes=True, suggested=True),
-    Plan(Layout("HSDP 64x8", replicas=64, fsdp=8), **_LONG),
+    _segmented(Layout("HSDP 64x8", replicas=64, fsdp=8)),
     Plan(Layout("HSDP 8x4 x CP 16", replicas=8, fsdp=4, context=16), recomputes=True, suggested=True),
     Plan(Layout("HSDP 8x2 x CP 32", replicas=8, fsdp=2, context=32), recomputes=True, suggested=True),
+)
+
+_RANKS = 8
+# each kind by itself, and the rows that a data-parallel rank reads; a pipeline needs one a stage to be busy
+KINDS = (
+    (Layout("FSDP", fsdp=_RANKS), 1),
+    (Layout("HSDP 2x4", replicas=2, fsdp=4), 1),
+    (Layout("DDP", replicas=_RANKS), 1),
+    (Layout("CP", context=_RANKS), 1),
+    (Layout("PP, first stage", pipeline=_RANKS), _RANKS),
+    (Layout("TP", tensor=_RANKS), 1),
 )
 
 
@@ -260,9 +275,24 @@ def table(model: Model, hardware: Hardware) -> str:
     return "\n".join(lines)
 
 
+def kinds_table(model: Model) -> str:
+    """What a rank sends with each kind of parallelism by itself, in Markdown."""
+    lines = [f"| {_RANKS} ranks | rows x tokens that they read | tokens a rank | sent a step, GB | sent a token, bytes |",
+             "|---|---|---|---|---|"]
+    for layout, rows in KINDS:
+        together = rows * layout.fsdp * layout.replicas
+        tokens = together * TOKENS // layout.ranks
+        job = Job(layout, rows=rows, tokens=TOKENS, param=2, activation=2, logged=False)
+        sent = sum(call.sent for call in designed(job, model.shapes))
+        lines.append(f"| {layout.name} | {together} x {TOKENS:,} | {tokens:,} | {sent / 1e9:.2f} | {sent / tokens:,.0f} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     model, hardware = Model.build(), Hardware()
     print(assumptions(model, hardware))
+    print()
+    print(kinds_table(model))
     print()
     print(table(model, hardware))
 
