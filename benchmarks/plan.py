@@ -84,7 +84,6 @@ class Plan:
         return ", ".join(parts)
 
 
-
 def _segmented(layout: Layout, suggested: bool = False) -> Plan:
     return Plan(layout, segment_len=32768, loss_chunk=8192, keeps=True, suggested=suggested)
 

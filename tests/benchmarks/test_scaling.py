@@ -1,6 +1,7 @@
 """What docs/scaling.md says about communication, memory and launch lines."""
 
 import copy
+import os
 import re
 import shlex
 import subprocess
@@ -19,6 +20,7 @@ from benchmarks.parallel import ROOT, Layout
 from fla_harmonic.models.harmonic import HarmonicConfig
 
 PAGE = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 SHAPES = debug_shapes()
 
 
@@ -118,7 +120,7 @@ def test_what_is_suggested_fits() -> None:
         assert plan.needs(row, model, hardware).total <= hardware.memory * hardware.usable
 
 
-@pytest.mark.parametrize("block", re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL), ids=lambda block: block.split()[0])
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.split()[0])
 def test_launch_lines_are_bash_and_set_what_the_job_has(block: str) -> None:
     subprocess.run(["bash", "-n"], input=block, text=True, check=True)
     arguments = shlex.split(block.replace("\\\n", " ").partition("-m torchtitan.train ")[2])
@@ -132,3 +134,17 @@ def test_launch_lines_are_bash_and_set_what_the_job_has(block: str) -> None:
     # -1: all ranks
     assert shards == -1 or replicas * shards == world
     assert config.training.global_batch_size == world * config.training.local_batch_size
+
+
+def test_the_batch_script_meets_at_the_first_of_its_nodes(tmp_path: Path) -> None:
+    (script,) = (block for block in BLOCKS if "#SBATCH" in block)
+    # more names than a pipe holds
+    for name, body in (("scontrol", "for i in $(seq 20000); do echo node$i; done"), ("srun", 'printf "%s\\n" "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node[1-20000]", "SLURM_NNODES": "4",
+                        "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": "/shared"}
+    done = subprocess.run(["bash"], input=script, text=True, env=env, check=True, stdout=subprocess.PIPE)
+    arguments = done.stdout.splitlines()
+    assert {"--nnodes=4", "--rdzv_id=7", "--rdzv_endpoint=node1:29500"} <= set(arguments)
+    assert arguments[arguments.index("--job.dump_folder") + 1].startswith("/shared/")
