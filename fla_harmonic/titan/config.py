@@ -32,6 +32,18 @@ class Data:
     Folder of the cached token arrays; empty is `fla_harmonic` in `$XDG_CACHE_HOME`, or in `~/.cache` where that is unset
     """
 
+    token_budget: int = 0
+    """
+    Tokens that `[training]` amounts to as the file states it: global batch (the local one where that is unset) x seq_len x
+    steps. A run that departs from it warns. 0: none is stated
+    """
+
+    budget_seq_len: int = 0
+    """
+    Length of the sequences in place of `training.seq_len`, at exactly `token_budget` tokens: batch, steps and warm-up follow
+    from those of `[training]`, which then has to amount to the budget. 0 is off
+    """
+
 
 @dataclass
 class Harmonic:

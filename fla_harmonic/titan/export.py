@@ -24,6 +24,7 @@ from torchtitan.tools.logging import init_logger, logger
 from transformers import PreTrainedModel
 
 import fla_harmonic.titan  # noqa: F401  (registers the specs)
+from fla_harmonic.titan.budget import keep_token_budget
 from fla_harmonic.titan.checkpoint import checkpoint_steps, is_whole
 from fla_harmonic.titan.llama import LlamaArgs
 from fla_harmonic.titan.model import HFModelArgs
@@ -124,6 +125,8 @@ def _spec_and_args(job_config: JobConfig) -> tuple[TrainSpec, HFModelArgs | Llam
     spec = get_train_spec(job_config.model.name)
     # how the checkpoint was trained in parallel does not matter to the one process that reads it
     job_config.parallelism = Parallelism()
+    # the trained length
+    keep_token_budget(job_config)
     args: Any = spec.model_args[job_config.model.flavor]
     args.update_from_config(job_config)
     return spec, args

@@ -1,9 +1,25 @@
 """
-Sizes of the three families, matched by parameter count: within 4% of one another, those named 28M of 27,965,952.
+Sizes of the three families, matched by parameter count.
 
-`debug` has a vocabulary of 256 bytes, `28M` that of GPT-2. Tables are never tied. Harmonic has two shapes: the paper's
-single layer (`debug-paper`, `28M`) and the stack of blocks (`debug`, `28M-stack`).
+A size is a width, and whether embeddings and head are one table; its name is the count of the paper's single layer. At every
+width the other shapes are the same: five layers of Mamba, three of Llama, and for a stack two blocks of Harmonic. All are
+within 2% of the paper's count of their size. `debug` reads bytes, all others have GPT-2's
+vocabulary.
+
+| size | width | tables | paper's layer | stack | Mamba | Llama |
+|---|---|---|---|---|---|---|
+| 7M | 128 | tied | 6,993,024 | 6,984,704 | 7,016,064 | 6,999,040 |
+| 15M | 256 | tied | 15,100,160 | 15,091,712 | 15,056,128 | 15,128,576 |
+| 28M | 256 | untied | 27,965,952 | 27,957,504 | 27,921,920 | 27,994,368 |
+| 35M | 512 | tied | 34,656,768 | 34,623,488 | 34,208,256 | 34,779,136 |
+| 112M | 864 | untied | 112,245,696 | 112,244,832 | 110,652,480 | 112,231,008 |
+
+Harmonic's flavor of a size is the paper's layer, and with `-stack` the stack; `debug` is the stack and `debug-paper` the
+layer. The paper's models of its table have its widths and tables; of its runs at about 100M parameters no shape is
+published: 112M has the tables of 28M, which every kind of parallelism can split.
 """
+
+from dataclasses import dataclass
 
 from transformers import MambaConfig
 
@@ -11,47 +27,89 @@ from fla_harmonic.models.harmonic import HarmonicConfig
 from fla_harmonic.titan.llama import LlamaArgs
 from fla_harmonic.titan.model import HFModelArgs
 
-_BYTES, _GPT2 = 256, 50257
+
+@dataclass(frozen=True)
+class Size:
+    """
+    What the flavors of a size have in common, and what follows from its width by no rule.
+
+    Args:
+        width (int):
+            Of the hidden states.
+        tied (bool):
+            Whether embeddings and head are one table.
+        stack_mlp (int):
+            Width of the MLP in the stack's blocks: the largest multiple of 16 whose count stays below the paper's.
+        heads (int):
+            Llama's heads, of 32, 64 or 96 channels.
+        vocab_size (int):
+            Rows of a table. Default: GPT-2's.
+    """
+
+    width: int
+    tied: bool
+    stack_mlp: int
+    heads: int
+    vocab_size: int = 50257
+
+    def paper(self) -> HFModelArgs:
+        """The paper's single layer of three levels."""
+        return HFModelArgs.of(HarmonicConfig.paper(
+            hidden_size=self.width,
+            vocab_size=self.vocab_size,
+            tie_word_embeddings=self.tied,
+        ))
+
+    def stack(self) -> HFModelArgs:
+        """Two blocks of Harmonic."""
+        return HFModelArgs.of(HarmonicConfig(
+            hidden_size=self.width,
+            vocab_size=self.vocab_size,
+            intermediate_size=self.stack_mlp,
+            num_hidden_layers=2,
+            tie_word_embeddings=self.tied,
+        ))
+
+    def mamba(self) -> HFModelArgs:
+        """Mamba in its stock layout: expand 2, state 16, convolution 4."""
+        return HFModelArgs.of(MambaConfig(
+            hidden_size=self.width,
+            vocab_size=self.vocab_size,
+            num_hidden_layers=5,
+            # mamba-ssm's. transformers' 0.1 would give an untied head logits of deviation 1.6 at the start, where the other
+            # families begin near the uniform distribution
+            initializer_range=0.02,
+            tie_word_embeddings=self.tied,
+        ))
+
+    def llama(self) -> LlamaArgs:
+        """Llama with a SwiGLU of about 2.5 times the width."""
+        return LlamaArgs(
+            dim=self.width,
+            vocab_size=self.vocab_size,
+            n_layers=3,
+            n_heads=self.heads,
+            multiple_of=64,
+            ffn_dim_multiplier=0.9,
+            tie_word_embeddings=self.tied,
+        )
 
 
-def _stack(hidden_size: int, vocab_size: int, intermediate_size: int) -> HFModelArgs:
-    return HFModelArgs.of(HarmonicConfig(
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=2,
-    ))
-
-
-def _mamba(hidden_size: int, vocab_size: int) -> HFModelArgs:
-    # the stock layout: expand 2, state 16, convolution 4; the range is mamba-ssm's. transformers' 0.1 would give an untied
-    # head logits of deviation 1.6 at the start, where the other families begin near the uniform distribution
-    return HFModelArgs.of(MambaConfig(
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        num_hidden_layers=5,
-        initializer_range=0.02,
-        tie_word_embeddings=False,
-    ))
-
-
-def _llama(dim: int, vocab_size: int) -> LlamaArgs:
-    # SwiGLU of 2.5 times the width
-    return LlamaArgs(dim=dim, vocab_size=vocab_size, n_layers=3, n_heads=4, multiple_of=64, ffn_dim_multiplier=0.9)
-
+# bytes
+_DEBUG = Size(width=128, tied=False, stack_mlp=320, heads=4, vocab_size=256)
+SIZES = {
+    "7M": Size(width=128, tied=True, stack_mlp=288, heads=4),
+    "15M": Size(width=256, tied=True, stack_mlp=592, heads=4),
+    "28M": Size(width=256, tied=False, stack_mlp=592, heads=4),
+    "35M": Size(width=512, tied=True, stack_mlp=1184, heads=8),
+    "112M": Size(width=864, tied=False, stack_mlp=2016, heads=9),
+}
 
 HARMONIC = {
-    "debug": _stack(128, _BYTES, intermediate_size=320),
-    "debug-paper": HFModelArgs.of(HarmonicConfig.paper(hidden_size=128, vocab_size=_BYTES)),
-    "28M": HFModelArgs.of(HarmonicConfig.paper(hidden_size=256, vocab_size=_GPT2)),
-    # the largest multiple of 16 that stays below the paper's count
-    "28M-stack": _stack(256, _GPT2, intermediate_size=592),
+    "debug": _DEBUG.stack(),
+    "debug-paper": _DEBUG.paper(),
+    **{name: size.paper() for name, size in SIZES.items()},
+    **{f"{name}-stack": size.stack() for name, size in SIZES.items()},
 }
-MAMBA = {
-    "debug": _mamba(128, _BYTES),
-    "28M": _mamba(256, _GPT2),
-}
-LLAMA = {
-    "debug": _llama(128, _BYTES),
-    "28M": _llama(256, _GPT2),
-}
+MAMBA = {"debug": _DEBUG.mamba(), **{name: size.mamba() for name, size in SIZES.items()}}
+LLAMA = {"debug": _DEBUG.llama(), **{name: size.llama() for name, size in SIZES.items()}}

@@ -16,6 +16,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.logging import logger
 
 from fla_harmonic.titan import data
+from fla_harmonic.titan.budget import keep_token_budget, warn_of_another_budget
 from fla_harmonic.titan.config import harmonic_section
 from fla_harmonic.titan.data import Batch, TokenWindows, WindowLoader
 from fla_harmonic.titan.segments import LayerLayout, LayerState, States, zero_states
@@ -159,10 +160,14 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: TextTokenizer,
     """
     `build_dataloader_fn` of all three families: `data.build_dataloader`, with `harmonic.stateful` on consecutive text.
 
+    The trainer reads length, batches, steps and schedule after this call: those of `data.budget_seq_len` hold for all of it.
+
     Raises:
-        ValueError: as `data.build_dataloader`, or the model has layers without a state to carry.
+        ValueError: as `data.build_dataloader` and `keep_token_budget`, or the model has layers without a state to carry.
         FileNotFoundError: the corpus is not there.
     """
+    keep_token_budget(job_config, dp_world_size)
+    warn_of_another_budget(job_config, dp_world_size)
     if not harmonic_section(job_config).stateful:
         return data.build_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
     streams = job_config.training.global_batch_size

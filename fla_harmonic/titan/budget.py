@@ -1,0 +1,116 @@
+"""
+One token budget at every sequence length: `--data.budget_seq_len 65536` changes a job's length, and keeps its tokens.
+
+    [data]
+    token_budget = 65_536_000
+
+    [training]
+    local_batch_size = 2
+    seq_len = 8192
+    steps = 4000
+
+A step keeps its tokens as long as a sequence fits in it; where a sequence is longer, a step is one sequence, and steps and
+warm-up are fewer by the same factor.
+"""
+
+import math
+from typing import Any
+
+from torchtitan.tools.logging import logger
+
+from fla_harmonic.titan.config import data_section
+
+
+def keep_token_budget(job_config: Any, dp_world_size: int = 1) -> None:
+    """
+    With `data.budget_seq_len`, derive the job's length, batches, steps and warm-up from it, in place; to do so once more
+    changes nothing. Without it, leave the job as it is.
+
+    The global batch is split over the ranks, so that their number does not change the budget. A rank computes at most as
+    many tokens at a time as `local_batch_size x seq_len` of the file, or one sequence, and accumulates gradients over the
+    rest.
+
+    Args:
+        job_config (JobConfig):
+            The job; `training.seq_len`, `training.local_batch_size`, `training.global_batch_size`, `training.steps`,
+            `lr_scheduler.warmup_steps` and `lr_scheduler.total_steps` are set.
+        dp_world_size (int):
+            Data-parallel ranks. Default: 1.
+
+    Raises:
+        ValueError: the job as it is configured does not amount to the budget, the length does not divide it, or the ranks
+            do not divide the batch.
+    """
+    training, scheduler, data = job_config.training, job_config.lr_scheduler, data_section(job_config)
+    for name in ("token_budget", "budget_seq_len"):
+        if (value := getattr(data, name)) < 0:
+            raise ValueError(f"expected data.{name} >= 0, but got {value}. Remedy: a number of tokens, or 0 for off")
+    budget, length = data.token_budget, data.budget_seq_len
+    if not length:
+        return
+    if not budget:
+        raise ValueError(
+            f"expected data.token_budget > 0 with data.budget_seq_len = {length}, but got 0. Remedy: the tokens that "
+            "[training] amounts to"
+        )
+    rows = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size
+    if (tokens := rows * training.seq_len * training.steps) != budget:
+        raise ValueError(
+            f"expected global batch x training.seq_len x training.steps to be data.token_budget = {budget:,} with "
+            f"data.budget_seq_len = {length}, but got {rows} x {training.seq_len} x {training.steps} = {tokens:,}. Remedy: "
+            "leave batch, seq_len and steps as the file has them, or set data.token_budget to the tokens that are meant"
+        )
+    old_step, microbatch = rows * training.seq_len, training.local_batch_size * training.seq_len
+    if length <= old_step and old_step % length:
+        raise ValueError(
+            f"expected data.budget_seq_len to divide the {old_step:,} tokens of a step, but got {length}. Remedy: a divisor, "
+            "or a length beyond it"
+        )
+    if budget % length:
+        raise ValueError(
+            f"expected data.budget_seq_len to divide data.token_budget = {budget:,}, but got {length}. Remedy: a divisor, or "
+            "another budget"
+        )
+    step = max(length, old_step)
+    rows = step // length
+    if rows % dp_world_size:
+        raise ValueError(
+            f"expected the data-parallel degree to divide the global batch, which is {rows} at data.budget_seq_len = "
+            f"{length}, but it is {dp_world_size}. Remedy: fewer data-parallel ranks, or parallelism.context_parallel_degree"
+        )
+    rank_rows = rows // dp_world_size
+    fitting = max(1, microbatch // length)
+    local_rows = max(n for n in range(1, min(fitting, rank_rows) + 1) if rank_rows % n == 0)
+    schedule = {
+        name: _rescaled(name, value, old_step, step)
+        for name in ("warmup_steps", "total_steps") if (value := getattr(scheduler, name)) is not None
+    }
+    shape = {"seq_len": length, "local_batch_size": local_rows, "global_batch_size": rows, "steps": budget // step}
+    changes = []
+    for section, values in {"training": shape, "lr_scheduler": schedule}.items():
+        for name, value in values.items():
+            config = getattr(job_config, section)
+            changes.append(f"{section}.{name} = {value} (was {getattr(config, name)})")
+            setattr(config, name, value)
+    logger.info(f"data.budget_seq_len = {length}, {budget:,} tokens: {', '.join(changes)}")
+
+
+def _rescaled(name: str, steps: int, old_step: int, step: int) -> int:
+    """As many steps of `step` tokens as make the tokens of `steps` steps of `old_step`."""
+    if steps * old_step % step:
+        raise ValueError(
+            f"expected lr_scheduler.{name} of {old_step:,} tokens each to be whole steps of {step:,} tokens, but got {steps}. "
+            f"Remedy: a multiple of {step // math.gcd(step, old_step)}"
+        )
+    return steps * old_step // step
+
+
+def warn_of_another_budget(job_config: Any, dp_world_size: int) -> None:
+    """Warn where a run is not of the tokens that its file states, as a longer `training.seq_len` or more ranks make it."""
+    training, budget = job_config.training, data_section(job_config).token_budget
+    rows = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp_world_size
+    if budget and (tokens := rows * training.seq_len * training.steps) != budget:
+        logger.warning(
+            f"this run is of {tokens:,} tokens, and the file's data.token_budget is {budget:,}: do not compare it with runs "
+            f"of that budget. --data.budget_seq_len {training.seq_len} in place of other overrides keeps it"
+        )
