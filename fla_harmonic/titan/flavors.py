@@ -3,7 +3,7 @@ Sizes of the three families, matched by parameter count.
 
 A size is a width, and whether embeddings and head are one table; its name is the count of the paper's single layer. At every
 width the other shapes are the same: five layers of Mamba, three of Llama, and for a stack two blocks of Harmonic. All are
-within 2% of the paper's count of their size. `debug` reads bytes, all others have GPT-2's
+within 2% of the paper's count of their size, those of `debug`, which reads bytes, within 4%. The others have GPT-2's
 vocabulary.
 
 | size | width | tables | paper's layer | stack | Mamba | Llama |
