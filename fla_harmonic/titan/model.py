@@ -124,9 +124,10 @@ class HFModelArgs(BaseModelArgs):
         check_job(job_config, self.family)
         check_harmonic_section(job_config, self.family)
         config = self.hf_config()
-        check_stages(job_config, config.num_hidden_layers)
+        # first: more blocks or fewer stages are no remedy for a tied table
         if config.tie_word_embeddings:
             check_tied(job_config, self.family)
+        check_stages(job_config, config.num_hidden_layers)
         self.seed = job_config.debug.seed
         section = harmonic_section(job_config)
         self.loss_chunk_tokens, self.segment_len = section.loss_chunk_tokens, section.segment_len

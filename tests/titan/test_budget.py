@@ -171,16 +171,18 @@ def test_an_exported_model_has_the_trained_length(tmp_path: Path) -> None:
 def test_two_ranks_share_the_budget_of_one(tmp_path: Path) -> None:
     small = ["--training.global_batch_size=-1", "--training.local_batch_size=2", "--training.seq_len=128",
              "--training.steps=4", "--data.token_budget=1024", "--checkpoint.no_enable"]
-    for ranks in (1, 2):
-        runs.run(ranks, runs.options(tmp_path / f"{ranks}", ranks, 4, *small, "--data.budget_seq_len=32"))
-    one, two = (runs.steps(tmp_path / f"{ranks}") for ranks in (1, 2))
+
+    def options(name: str, ranks: int, length: int) -> list[str]:
+        return runs.options(tmp_path / name, ranks, 4, *small, f"--data.budget_seq_len={length}")
+
+    runs.run(1, options("one", 1, 32), options("long", 1, 512))
+    runs.run(2, options("two", 2, 32))
+    one, two, long = (runs.steps(tmp_path / name) for name in ("one", "two", "long"))
     assert [record["n_tokens_seen"] for record in one] == [256, 512, 768, 1024]
     for record, reference in zip(two, one, strict=True):
         for name in (runs.LOSS, "grad_norm"):
             assert record[name] == pytest.approx(reference[name], rel=1e-5)
         assert (record["lr"], record["n_tokens_seen"]) == (reference["lr"], reference["n_tokens_seen"])
     # half as many steps of twice the tokens, and half the warm-up
-    runs.run(1, runs.options(tmp_path / "long", 1, 4, *small, "--data.budget_seq_len=512"))
-    long = runs.steps(tmp_path / "long")
     assert [record["n_tokens_seen"] for record in long] == [512, 1024]
     assert long[0]["lr"] > one[0]["lr"]
