@@ -130,14 +130,6 @@ class HarmonicPreTrainedModel(FLAPreTrainedModel):
     _no_split_modules = ["HarmonicBlock"]  # noqa: RUF012
     _supports_cache_class = True
 
-    def _init_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        # transformers before 5.13 asks it of modules whose weights it has just loaded, and protects these from
-        # `torch.nn.init` alone, not from `Timescale.reset_parameters`
-        own = list(module.parameters(recurse=False))
-        if own and all(getattr(parameter, "_is_hf_initialized", False) for parameter in own):
-            return
-        super()._init_weights(module, *args, **kwargs)
-
     @property
     def state_size(self) -> int:
         """
