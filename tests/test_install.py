@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +52,7 @@ else:
 def pins(name: str) -> dict[str, Version]:
     lines = (ROOT / name).read_text().splitlines()
     return {
-        requirement.name.lower(): Version(str(requirement.specifier).removeprefix("=="))
+        canonicalize_name(requirement.name): Version(str(requirement.specifier).removeprefix("=="))
         for line in lines if not line.startswith("#") and (requirement := Requirement(line))}
 
 

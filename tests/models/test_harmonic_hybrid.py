@@ -132,8 +132,9 @@ def test_hybrid_trains_with_gradient_checkpointing() -> None:
 
 
 @pytest.mark.parametrize(("attn", "message"), [
-    ({"layers": [1], "num_heads": 3}, "`num_heads` must give heads of an even size; got 3 with hidden_size=16"),
-    ({"layers": [1], "num_heads": 4, "num_kv_heads": 3}, "`num_kv_heads` must divide num_heads=4; got 3"),
+    ({"layers": [1], "num_heads": 3}, "a `num_heads` that divides `hidden_size` .* got 3 and 3 with hidden_size=16"),
+    ({"layers": [1], "num_heads": 16}, "`num_heads` must give heads of an even size; got 16 with hidden_size=16"),
+    ({"layers": [1], "num_heads": 4, "num_kv_heads": 3}, "a `num_kv_heads` that divides `num_heads`; got 4 and 3"),
     ({"layers": [7], "num_heads": 4}, "'layers' contains out-of-range layer 7"),
 ])
 def test_impossible_attention_is_named(attn: dict[str, Any], message: str) -> None:
