@@ -22,7 +22,8 @@ class StateMonitor:
     - `harmonic/level_1/mean_timescale`: mean of `1 / (1 - A)`, in tokens, over the same.
 
     Hooks are there only while it is armed, so that other steps cost nothing. They see what the layers compute, whatever
-    shards or recomputes it; what a rank sees twice weighs as much in the sum as in the count. Compiled blocks call no hooks.
+    shards it; what the backward pass computes anew does not count, for checkpointing may choose some layers and not others.
+    Compiled blocks call no hooks.
 
     Args:
         model_parts (list[nn.Module]):
@@ -81,8 +82,7 @@ class StateMonitor:
 
     def _timescale_hook(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
         def hook(level: nn.Module, inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
-            # not those of a validation
-            if level.training:
+            if _counts(level):
                 a_min, a_max = cast(HarmonicLevel, level).decay_range
                 u = _local(outputs[0]).detach().float()
                 self._add(index, 0, 1 / ((1 - a_max) + (a_max - a_min) * torch.sigmoid(-u)))
@@ -90,9 +90,14 @@ class StateMonitor:
 
     def _state_hook(self, index: int) -> Callable[[nn.Module, tuple[torch.Tensor]], None]:
         def hook(norm: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-            if norm.training:
+            if _counts(norm):
                 self._add(index, 2, _local(inputs[0]).detach().float().square())
         return hook
+
+
+def _counts(module: nn.Module) -> bool:
+    """Whether a module runs in a forward pass of training: no validation, and not anew within a backward pass."""
+    return module.training and torch._C._current_graph_task_id() == -1
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:

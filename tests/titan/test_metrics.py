@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.config.job_config import ActivationCheckpoint
+from torchtitan.distributed.activation_checkpoint import apply_ac
 
 import fla_harmonic.titan  # noqa: F401  (the CPU shim)
 from fla_harmonic.layers import HarmonicAttention
@@ -122,10 +124,22 @@ def test_states_and_timescales_are_those_of_the_data(model: nn.Module) -> None:
     model.eval()
     model(torch.zeros_like(tokens))
     model.train()
-    # the same rows once more: as checkpointing of activations computes them
+    # the same rows once more: another microbatch
     model(tokens)
     assert monitor.collect("cpu") == pytest.approx(expected, rel=1e-5)
     assert expected["harmonic/level_2/mean_timescale"] > expected["harmonic/level_1/mean_timescale"] > 2
+
+
+@pytest.mark.parametrize("option", ["1", "2", "op"])
+def test_what_checkpointing_computes_anew_does_not_count(option: str, model: nn.Module) -> None:
+    tokens = torch.randint(32, (3, 40))
+    expected = reference(model, tokens)
+    config = ActivationCheckpoint(mode="selective", selective_ac_option=option)
+    apply_ac(model, config, model_compile_enabled=False, op_sac_save_list=set())
+    monitor = StateMonitor([model], 2)
+    monitor.arm()
+    model(tokens).square().sum().backward()
+    assert monitor.collect("cpu") == pytest.approx(expected, rel=1e-5)
 
 
 def test_watching_changes_no_bit_and_ends_with_the_step(model: nn.Module) -> None:
