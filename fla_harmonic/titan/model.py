@@ -147,7 +147,8 @@ class HFModelArgs(BaseModelArgs):
         scan = 0
         for module in model.modules():
             if isinstance(module, HarmonicAttention):
-                scan += 2 * module.state_size()
+                # not `state_size`, which has the inputs of the short convolution too
+                scan += 2 * len(module.levels) * module.level_size
             elif isinstance(module, MambaMixer):
                 scan += 7 * module.A_log.numel()
         return sum(p.numel() for p in model.parameters()), matmul_flops(model) + 3 * scan

@@ -12,9 +12,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import get_train_spec
 
 import fla_harmonic.titan
-from fla_harmonic.models.harmonic import HarmonicForCausalLM
+from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
 from fla_harmonic.titan.mamba import build_mamba
-from fla_harmonic.titan.model import HFModel, HFStateDictAdapter, document_borders
+from fla_harmonic.titan.model import HFModel, HFModelArgs, HFStateDictAdapter, document_borders
 from fla_harmonic.titan.parallelize import check_job, parallelize
 
 CONFIGS = Path(__file__).parents[2] / "titan_configs"
@@ -52,6 +52,11 @@ def test_flops_count_matrix_products_and_the_scan() -> None:
         flops = args.get_nparams_and_flops(HFModel(args), 8192)[1]
     # one head, 34 H^2 of linear maps, a multiply and an add for each of 3 H states forward and twice that backward
     assert flops == 6 * (50257 * 256 + 34 * 256**2) + 3 * 2 * 3 * 256
+    # a short convolution has weights, and no part in the scan
+    args = HFModelArgs.of(HarmonicConfig.paper(hidden_size=32, vocab_size=50, use_short_conv=True))
+    with torch.device("meta"):
+        flops = args.get_nparams_and_flops(HFModel(args), 8192)[1]
+    assert flops == 6 * (50 * 32 + 34 * 32**2 + 4 * 32) + 3 * 2 * 3 * 32
     args = get_train_spec("mamba").model_args["debug"]
     with torch.device("meta"):
         flops = args.get_nparams_and_flops(HFModel(args), 8192)[1]
