@@ -119,12 +119,16 @@ class StreamLoader(WindowLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """
-        `stream_windows`, the windows that all ranks together have read; `streams`, their number; and of each stream that this
-        rank reads its states, `states.STREAM.LAYER.level_N` and `.conv`.
+        `stream_windows`, the windows that all ranks together have read; `streams`, their number; `seq_len` and
+        `windows_of_stream`, the lengths of a window and of a stream; and of each stream that this rank reads its states,
+        `states.STREAM.LAYER.level_N` and `.conv`.
         """
         states = {str(stream): _named(states) for stream, states in self.states.items()}
         # no key of `WindowLoader`: neither's position means anything to the other
-        return {"stream_windows": self.consumed, "streams": self.streams, "states": states}
+        return {
+            "stream_windows": self.consumed, "streams": self.streams, "seq_len": self.windows.seq_len,
+            "windows_of_stream": self.stream_windows, "states": states,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not state_dict:
@@ -134,6 +138,14 @@ class StreamLoader(WindowLoader):
                 f"expected the states of {self.streams} streams, the rows of the global batch, but the checkpoint has those "
                 f"of {streams}. Remedy: [training] global_batch_size = {streams}, or leave the loader out with [checkpoint] "
                 "exclude_from_loading"
+            )
+        # the states belong to the text before the next window, which other windows or another text move elsewhere
+        found, expected = ((s["seq_len"], s["windows_of_stream"]) for s in (state_dict, self.state_dict()))
+        if found != expected:
+            raise ValueError(
+                f"expected states of streams of {expected[1]} windows of seq_len {expected[0]}, but the checkpoint has those "
+                f"of {found[1]} windows of seq_len {found[0]}. Remedy: the [training] seq_len and dataset that it was written "
+                "with, or leave the loader out with [checkpoint] exclude_from_loading"
             )
         windows = state_dict["stream_windows"]
         for stream in self.states:

@@ -90,6 +90,13 @@ def test_saved_states_go_back_to_their_streams_on_other_ranks() -> None:
         loader(200, 5, 2).load_state_dict(saved)
 
 
+@pytest.mark.parametrize(("tokens", "seq_len", "expected"), [(200, 10, "4 windows of seq_len 10"), (300, 5, "14 windows")])
+def test_states_do_not_go_on_at_another_place_of_the_text(tokens: int, seq_len: int, expected: str) -> None:
+    saved = loader(200, 5, 4).state_dict()
+    with pytest.raises(ValueError, match=rf"streams of {expected}.* those of 9 windows of seq_len 5.*Remedy"):
+        loader(tokens, seq_len, 4).load_state_dict(saved)
+
+
 def test_streams_must_fill_batches() -> None:
     with pytest.raises(ValueError, match="multiple of local_batch_size x dp_world_size = 2 x 1, but got 3"):
         loader(200, 5, 3, local_batch_size=2)
