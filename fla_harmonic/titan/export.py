@@ -123,10 +123,11 @@ def export(job_config: JobConfig, checkpoint: Path, out: Path) -> None:
 
 def _spec_and_args(job_config: JobConfig) -> tuple[TrainSpec, HFModelArgs | LlamaArgs]:
     spec = get_train_spec(job_config.model.name)
-    # how the checkpoint was trained in parallel does not matter to the one process that reads it
+    # where and how the checkpoint was trained does not matter to the one process that reads it
     job_config.parallelism = Parallelism()
     # the trained length
     keep_token_budget(job_config)
+    job_config.training.enable_cpu_offload = job_config.compile.enable = False
     args: Any = spec.model_args[job_config.model.flavor]
     args.update_from_config(job_config)
     return spec, args

@@ -84,6 +84,15 @@ def test_export_runs_and_loads_in_new_processes(tmp_path: Path) -> None:
         assert torch.equal(torch.load(tmp_path / "logits.pt"), model(torch.arange(200)[None]))
 
 
+def test_how_a_job_was_spread_over_devices_does_not_matter(tmp_path: Path) -> None:
+    model = trained("harmonic", tmp_path)
+    spread = ["--training.enable_cpu_offload", "--compile.enable", "--parallelism.tensor_parallel_degree=2"]
+    loaded = load_model(job("harmonic", *spread), find_checkpoint(tmp_path))
+    tokens = torch.randint(256, (1, 20))
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens), model(tokens))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_loads_with_all_its_weights_and_buffers(family: str, tmp_path: Path) -> None:
     model = trained(family, tmp_path)
