@@ -90,7 +90,8 @@ def cells(options: Options) -> list[list[dict[str, object]]]:
         raise ValueError(f"`seq_lens` must be positive and rise; got {options.seq_lens}.")
     return [
         [
-            {"model": family, "loss": loss, "seq_len": seq_len, "size": options.size, "steps": options.steps, "options": [
+            {"model": family, "loss": loss, "seq_len": seq_len, "size": options.size, "steps": options.steps,
+             "threads": options.threads, "limit_gib": options.limit_gib, "timeout_s": options.timeout_s, "options": [
                 *(option.format(chunk=options.chunk, segment=options.segment) for option in LOSSES[loss]), *options.overrides,
             ]}
             for seq_len in options.seq_lens

@@ -39,6 +39,11 @@ def test_a_failed_length_ends_its_series_and_is_not_run_again(tmp_path: Path, mo
     for _ in range(2):
         main(options)
         assert ran == [("harmonic", 8), ("harmonic", 16), ("harmonic", 32), ("llama", 8), ("llama", 16)]
+    # with more time or memory a cell may end otherwise
+    for more in ({"timeout_s": 9999}, {"limit_gib": 99.0}, {"threads": 7}):
+        ran.clear()
+        main(Options(families=("llama",), losses=("chunked",), seq_lens=(8,), out=tmp_path / "more", **more))
+        assert ran == [("llama", 8)]
     text = (tmp_path / "memory.md").read_text()
     assert "| 16 | 1.50 GiB, 2.0 s | out of memory |" in text
     assert "| 32 | 1.50 GiB, 2.0 s |  |" in text
