@@ -140,6 +140,12 @@ def _check_combinations(job_config: JobConfig, family: str) -> None:
             f"training.mixed_precision_param = {training.mixed_precision_param!r}. Remedy: make both equal, or add FSDP "
             "(parallelism.data_parallel_shard_degree > 1)"
         )
+    if family != "llama" and training.dtype != "float32":
+        raise ValueError(
+            f"{family}: timescales need parameters in float32 (rounded to bfloat16 they are off by up to 2% for good), but "
+            f"training.dtype = {training.dtype!r}. Remedy: training.dtype = \"float32\", and bfloat16 by "
+            "training.mixed_precision_param"
+        )
     if training.enable_cpu_offload and not (is_sharded and utils.device_type != "cpu"):
         raise ValueError(
             f"{family}: parameters are offloaded to the CPU by FSDP on an accelerator, but training.enable_cpu_offload = true "
@@ -208,7 +214,8 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
     # FSDP rounds what it gathers, and a group within a block breaks the block's graph
     has_wide_groups = parallel_dims.fsdp_enabled and training.mixed_precision_param != "float32"
     if compiled:
-        _compile_blocks(model, job_config.compile.backend, fullgraph=not has_wide_groups)
+        _compile_blocks(model, job_config.compile.backend, fullgraph=not has_wide_groups,
+                        apart=bool(getattr(model, "state_layout", ())))
     if parallel_dims.fsdp_enabled:
         names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
         mesh = parallel_dims.get_mesh(names)
@@ -240,10 +247,13 @@ def parallelize_llama_anywhere(model: nn.Module, parallel_dims: ParallelDims, jo
     return model
 
 
-def _compile_blocks(model: nn.Module, backend: str, fullgraph: bool) -> None:
+def _compile_blocks(model: nn.Module, backend: str, fullgraph: bool, apart: bool) -> None:
+    """`apart`: blocks that hand states on differ in their index, and together would exceed torch.compile's limit of graphs."""
     layers = cast(nn.ModuleDict, model.layers)
     for name, block in layers.named_children():
-        layers.register_module(name, cast(nn.Module, torch.compile(block, backend=backend, fullgraph=fullgraph)))
+        # torch's overloads lack its newest argument
+        compiled = cast(Any, torch.compile)(block, backend=backend, fullgraph=fullgraph, isolate_recompiles=apart)
+        layers.register_module(name, compiled)
     logger.info("Compiling each block with torch.compile")
 
 

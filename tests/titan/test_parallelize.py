@@ -100,6 +100,7 @@ def test_what_would_be_wrong_is_refused(family: str, overrides: list[str], messa
     ([*degrees(context_parallel_degree=4), "--training.seq_len=1022"], r"multiple of .* 1 x 4, but got 1022"),
     ([*degrees(tensor_parallel_degree=2, context_parallel_degree=2), "--training.seq_len=1022"], r"2 x 2, but got 1022"),
     (degrees(data_parallel_replicate_degree=2, data_parallel_shard_degree=1, tensor_parallel_degree=2), r"DDP"),
+    (["--training.dtype=bfloat16"], r"training\.dtype = 'bfloat16'"),
 ])
 def test_what_would_be_wrong_in_harmonic_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=rf"harmonic: .*{message}.*Remedy"):

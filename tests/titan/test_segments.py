@@ -93,6 +93,15 @@ def test_segments_of_compiled_blocks() -> None:
     check_equal(gradients(model, tokens, labels, None), expected)
 
 
+@pytest.mark.slow
+def test_more_compiled_blocks_than_torch_keeps_graphs_of_one_function() -> None:
+    config = HarmonicConfig(hidden_size=8, vocab_size=50, num_hidden_layers=torch._dynamo.config.recompile_limit + 1)
+    tokens, labels = torch.randint(50, (2, 1, 20))
+    expected = gradients(build(config, 0), tokens, labels, None)
+    model = parallelize(build(config, 10), one_rank(), job("harmonic", "--compile.enable", "--compile.backend=aot_eager"))
+    check_equal(gradients(model, tokens, labels, None), expected)
+
+
 @pytest.mark.parametrize("ids", [None, torch.zeros(2, 60, dtype=torch.int32)], ids=["rows", "packed"])
 def test_rows_begin_with_the_states_they_are_given(ids: torch.Tensor | None) -> None:
     model = build(PRESETS["stack"](hidden_size=16, vocab_size=50, use_short_conv=True), 0)
