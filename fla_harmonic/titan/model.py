@@ -17,8 +17,9 @@ from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
+from fla_harmonic.modules import Attention
 from fla_harmonic.ops.harmonic.context_parallel import CPContext, build_cp_context
-from fla_harmonic.titan.config import check_harmonic_section, harmonic_section
+from fla_harmonic.titan.config import check_harmonic_section, data_section, harmonic_section
 from fla_harmonic.titan.flops import matmul_flops
 from fla_harmonic.titan.hf_import import check_hf_directory
 from fla_harmonic.titan.init import init_from_reference
@@ -119,7 +120,7 @@ class HFModelArgs(BaseModelArgs):
 
         Raises:
             ValueError: the job asks for what is not supported (see `check_job`, `check_harmonic_section`), or for a flavor
-                with tied tables (see `check_tied`).
+                with tied tables (see `check_tied`) or attention layers.
         """
         check_job(job_config, self.family)
         check_harmonic_section(job_config, self.family)
@@ -128,6 +129,13 @@ class HFModelArgs(BaseModelArgs):
         if config.tie_word_embeddings:
             check_tied(job_config, self.family)
         check_stages(job_config, config.num_hidden_layers)
+        compiled = job_config.compile.enable and "model" in job_config.compile.components
+        if compiled and data_section(job_config).reset_documents and getattr(config, "attn", None) is not None:
+            raise ValueError(
+                f"{self.family}: attention layers over packed documents cannot be compiled, but model.flavor = "
+                f"{job_config.model.flavor!r} has such layers, with compile.enable = true and data.reset_documents = true. "
+                "Remedy: compile.enable = false, or data.reset_documents = false"
+            )
         self.seed = job_config.debug.seed
         section = harmonic_section(job_config)
         self.loss_chunk_tokens, self.segment_len = section.loss_chunk_tokens, section.segment_len
@@ -136,22 +144,28 @@ class HFModelArgs(BaseModelArgs):
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """
-        Parameters (a tied table counts once), and floating point operations that training spends on a token whatever the
-        sequence length:
+        Parameters (a tied table counts once), and floating point operations that training spends on a token, whatever the
+        sequence length but for attention:
 
         - those of the matrix products (see `matmul_flops`); biases, norms and activations are left out;
+        - 3 times the forward pass of attention layers, which multiply a token with the keys and the values that it sees;
         - 3 times the forward pass of the scan: 2 for each state (multiply by the decay, add the input), and in Mamba 5
           more for what else it does at the width of the state (step times rate, the input's outer product, the
           contraction with C). Exponentials count as nothing.
         """
-        scan = 0
+        scan = attention = 0
         for module in model.modules():
-            if isinstance(module, HarmonicAttention):
+            if isinstance(module, Attention):
+                seen = min(module.window_size or seq_len, seq_len)
+                # token t sees t keys, and at most `seen`
+                keys = seen * (seen + 1) // 2 + (seq_len - seen) * seen
+                attention += 4 * module.hidden_size * keys // seq_len
+            elif isinstance(module, HarmonicAttention):
                 # not `state_size`, which has the inputs of the short convolution too
                 scan += 2 * len(module.levels) * module.level_size
             elif isinstance(module, MambaMixer):
                 scan += 7 * module.A_log.numel()
-        return sum(p.numel() for p in model.parameters()), matmul_flops(model) + 3 * scan
+        return sum(p.numel() for p in model.parameters()), matmul_flops(model) + 3 * (scan + attention)
 
 
 class HFModel(ModelProtocol):

@@ -13,6 +13,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 import fla_harmonic.titan
 from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
+from fla_harmonic.titan.flops import matmul_flops
 from fla_harmonic.titan.mamba import build_mamba
 from fla_harmonic.titan.model import HFModel, HFModelArgs, HFStateDictAdapter, document_borders
 from fla_harmonic.titan.parallelize import check_job, parallelize
@@ -62,6 +63,26 @@ def test_flops_count_matrix_products_and_the_scan() -> None:
         flops = args.get_nparams_and_flops(HFModel(args), 8192)[1]
     layer = 128 * 512 + 256 * 4 + 256 * 40 + 8 * 256 + 256 * 128
     assert flops == 6 * (256 * 128 + 5 * layer) + 3 * 7 * 5 * 256 * 16
+
+
+@pytest.mark.parametrize("window_size", [None, 5, 100])
+def test_flops_of_attention_layers_count_the_keys_that_a_token_sees(window_size: int | None) -> None:
+    attn = {"layers": [1], "num_heads": 2, "window_size": window_size}
+    args = HFModelArgs.of(HarmonicConfig(num_hidden_layers=2, hidden_size=32, vocab_size=50, attn=attn))
+    with torch.device("meta"):
+        model = HFModel(args)
+    keys = sum(min(t, window_size or 20) for t in range(1, 21)) / 20
+    # keys and values, forward and twice that backward, a multiply and an add each; a scan in the other layer
+    assert args.get_nparams_and_flops(model, 20)[1] == matmul_flops(model) + 3 * 2 * 2 * 32 * keys + 3 * 2 * 3 * 32
+
+
+def test_compiled_attention_over_packed_documents_is_refused() -> None:
+    attn = {"layers": [1], "num_heads": 2}
+    args = HFModelArgs.of(HarmonicConfig(num_hidden_layers=2, hidden_size=32, vocab_size=256, attn=attn))
+    for override in ("--compile.enable", "--data.reset_documents"):
+        args.update_from_config(job("harmonic", override))
+    with pytest.raises(ValueError, match=r"attention layers over packed documents cannot be compiled.*Remedy"):
+        args.update_from_config(job("harmonic", "--compile.enable", "--data.reset_documents"))
 
 
 @pytest.mark.parametrize(("family", "flavor"), [("harmonic", "debug"), ("harmonic", "debug-paper"), ("mamba", "debug")])
