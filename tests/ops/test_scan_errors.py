@@ -28,6 +28,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         dict(initial_state=torch.zeros(1, 2), cu_seqlens=torch.tensor([0, 2, 4])), r"= \(2, 2\).* got \(1, 2\)"),
     "state dtype": (dict(initial_state=torch.zeros(1, 2, dtype=torch.int64)), "floating point on cpu; got torch.int64"),
     "state device": (dict(initial_state=torch.zeros(1, 2, device="meta")), "floating point on cpu; got .* on meta"),
+    "documents as a mask": (
+        dict(mask=torch.tensor([[0, 1, 1, 2]])), "`mask` must hold 0 and 1 alone; got values from 0 to 2.*cu_seqlens"),
     "unknown backend": (dict(backend="cuda"), "one of .*'torch'.*; got 'cuda'"),
     "kernels on the CPU": (dict(backend="fla"), "'fla' cannot scan torch.float32 on cpu"),
     "double in float32 kernels": (

@@ -261,6 +261,10 @@ def test_masked_token_leaves_the_state_and_gets_no_gradient(name: str, backend: 
         assert not gradient[masked].any()
         assert gradient[~masked].any()
     # what stands at a masked token does not matter
-    changed = scan.run(first.masked_fill(masked[..., None], -9), second.masked_fill(masked[..., None], 9),
-                       initial_state=state, mask=problem.mask, backend=backend)[0]
-    assert torch.equal(h, changed)
+    for poison in (9, math.inf, math.nan):
+        inputs = [x.detach().masked_fill(masked[..., None], poison).requires_grad_() for x in (first, second)]
+        changed = scan.run(*inputs, initial_state=state, mask=problem.mask.int(), backend=backend)[0]
+        assert torch.equal(h, changed)
+        for gradient in torch.autograd.grad(changed.square().sum(), inputs):
+            assert gradient.isfinite().all()
+            assert not gradient[masked].any()

@@ -120,7 +120,7 @@ def linear_scan(
     Raises:
         ValueError: for a wrong shape, dtype, device, border or backend.
     """
-    _check(("g", g), ("x", x), initial_state, cu_seqlens, mask)
+    mask = _check(("g", g), ("x", x), initial_state, cu_seqlens, mask)
     h, final_state = scan_op.linear_scan(g, x, initial_state, cu_seqlens, mask, _choose(backend, x), False)
     return h, final_state if output_final_state else None
 
@@ -136,7 +136,7 @@ def _harmonic(
     mask: torch.Tensor | None,
     recurrent: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    _check(("u", u), ("v", v), initial_state, cu_seqlens, mask)
+    mask = _check(("u", u), ("v", v), initial_state, cu_seqlens, mask)
     a_min, a_max = check_decay_range(decay_range)
     h, final_state = scan_op.harmonic_scan(
         u, v, initial_state, cu_seqlens, mask, a_min, a_max, _choose(backend, u), recurrent)
@@ -167,7 +167,8 @@ def _check(
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     mask: torch.Tensor | None,
-) -> None:
+) -> torch.Tensor | None:
+    """Checks the arguments of a scan, and returns the mask as booleans."""
     (name_a, a), (name_b, b) = first, second
     if a.ndim != 3:
         raise ValueError(f"`{name_a}` must have shape [B, T, D]; got {tuple(a.shape)}. Add the missing dimensions.")
@@ -192,6 +193,13 @@ def _check(
         raise ValueError(
             f"`mask` must be a 0/1 integer or boolean mask of shape [B, T] = {tuple(a.shape[:2])} on {a.device}; got "
             f"{mask.dtype} of shape {tuple(mask.shape)} on {mask.device}.")
+    # on an accelerator a look at the values would wait for the device; what is not 0 counts as 1 there
+    if mask is not None and mask.dtype != torch.bool and mask.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = (int(value) for value in mask.aminmax()) if mask.numel() else (0, 0)
+        if low < 0 or high > 1:
+            raise ValueError(
+                f"`mask` must hold 0 and 1 alone; got values from {low} to {high}. To number the documents of a packed row, "
+                "pass their borders as `cu_seqlens`.")
     if initial_state is not None:
         if initial_state.shape != (N, a.shape[2]):
             raise ValueError(
@@ -200,6 +208,7 @@ def _check(
         if not initial_state.is_floating_point() or initial_state.device != a.device:
             raise ValueError(
                 f"`initial_state` must be floating point on {a.device}; got {initial_state.dtype} on {initial_state.device}.")
+    return None if mask is None else mask.bool()
 
 
 def usable_backends(x: torch.Tensor) -> list[str]:

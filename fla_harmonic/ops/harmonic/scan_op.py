@@ -104,7 +104,7 @@ def harmonic_scan_backward(
     du = ds * (_before(h, state, packing) - value) * ((a_max - a_min) * _slope(u.to(state.dtype)))
     dv = ds * complement * (4 * _slope(2 * v.to(state.dtype)))
     if mask is not None:
-        du = du * mask.unsqueeze(2)
+        du, dv = _unmasked(du, mask), _unmasked(dv, mask)
     return du.to(u.dtype), dv.to(v.dtype), dstate
 
 
@@ -128,7 +128,7 @@ def linear_scan(
         return torch.empty_like(x), state.clone()
     decay, wide = _masked_decay(g, mask, state.dtype), x.to(state.dtype)
     if mask is not None:
-        wide = wide * mask.unsqueeze(2)
+        wide = _unmasked(wide, mask)
     packing = _packing(cu_seqlens, x.shape[1])
     if packing is None:
         h, final = _DENSE[backend].linear_forward(decay, wide, state, recurrent)
@@ -169,7 +169,7 @@ def linear_scan_backward(
     ds, dstate = _adjoint(decay, False, dh.to(state.dtype), dfinal, packing, backend, recurrent)
     dg = ds * decay * _before(h, state, packing)
     if mask is not None:
-        dg, ds = dg * mask.unsqueeze(2), ds * mask.unsqueeze(2)
+        dg, ds = _unmasked(dg, mask), _unmasked(ds, mask)
     return dg.to(g.dtype), ds.to(h.dtype), dstate
 
 
@@ -267,7 +267,12 @@ def _masked_gates(
     """`harmonic_gates` in the state's dtype; masked tokens leave the state as it is."""
     dtype = state_dtype(u.dtype)
     complement, value = harmonic_gates(u.to(dtype), v.to(dtype), decay_range)
-    return complement if mask is None else complement * mask.unsqueeze(2), value
+    return (complement, value) if mask is None else (_unmasked(complement, mask), _unmasked(value, mask))
+
+
+def _unmasked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Zero at masked tokens, whatever is there: a product with the mask would keep NaN."""
+    return torch.where(mask.bool().unsqueeze(2), x, 0.0)
 
 
 def _masked_decay(g: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
