@@ -56,6 +56,14 @@ def test_loss_is_divided_by_the_number_of_items_of_the_whole_batch(preset: str) 
         torch.testing.assert_close(lm(x, labels=x, num_items_in_batch=items).loss, mean * 16 / 64)
 
 
+@presets
+@pytest.mark.parametrize("shape", [(2, 5), (1, 9), (4, 9), (18,)], ids=str)
+def test_labels_of_another_shape_are_refused(preset: str, shape: tuple[int, ...]) -> None:
+    # torch would give some of them a loss, over logits of other tokens
+    with pytest.raises(ValueError, match=r"`labels` must have the shape of the inputs, \(2, 9\); got"):
+        model(preset)(tokens(2, 9), labels=torch.zeros(shape, dtype=torch.long))
+
+
 def test_an_assigned_criterion_is_used() -> None:
     lm, x = model("paper"), tokens(2, 9)
     plain = lm(x, labels=x).loss

@@ -206,7 +206,7 @@ class HarmonicModel(HarmonicPreTrainedModel, FLAModel):
                     "`gradient_checkpointing_disable()`.")
             use_cache = False
         if input_ids is not None:
-            self._check_token_ids(input_ids)
+            self.check_token_ids(input_ids)
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         if inputs is not None:
             B, T = inputs.shape[:2]
@@ -226,7 +226,13 @@ class HarmonicModel(HarmonicPreTrainedModel, FLAModel):
             input_ids, attention_mask, inputs_embeds, past_key_values, use_cache, output_attentions, output_hidden_states,
             return_dict, **kwargs)
 
-    def _check_token_ids(self, input_ids: torch.LongTensor) -> None:
+    def check_token_ids(self, input_ids: torch.Tensor) -> None:
+        """
+        Looks at token ids that are on the CPU.
+
+        Raises:
+            ValueError: one is outside the vocabulary.
+        """
         # on an accelerator the embedding kernel checks, and a look at the values would wait for the device
         if input_ids.device.type != "cpu" or torch.compiler.is_compiling() or input_ids.numel() == 0:
             return
@@ -289,7 +295,7 @@ class HarmonicForCausalLM(HarmonicPreTrainedModel, FLAForCausalLM, FLAGeneration
                 kwargs["cu_seqlens"] = cu_seqlens
             if labels is not None:
                 ignore_index = getattr(self.criterion, "ignore_index", -100)
-                labels = labels_within_documents(labels, attention_mask, cu_seqlens, ignore_index)
+                labels = labels_within_documents(labels, B, T, attention_mask, cu_seqlens, ignore_index)
         return super().forward(
             input_ids, attention_mask, inputs_embeds, past_key_values, labels, use_cache, output_attentions,
             output_hidden_states, return_dict, logits_to_keep, num_items_in_batch, **kwargs)

@@ -132,6 +132,8 @@ def _restarts(
 
 def labels_within_documents(
     labels: torch.Tensor,
+    batch: int,
+    tokens: int,
     attention_mask: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     ignore_index: int,
@@ -145,13 +147,22 @@ def labels_within_documents(
     Args:
         labels (torch.Tensor):
             Labels of shape `[B, T]`.
+        batch, tokens (int):
+            B and T of the inputs.
         attention_mask (torch.Tensor, Optional):
             0/1 mask of shape `[B, S]`, S >= T.
         cu_seqlens (torch.Tensor, Optional):
             Borders of packed documents, `[N + 1]`; wins over the mask.
         ignore_index (int):
             The label that is not scored.
+
+    Raises:
+        ValueError: for labels of another shape than the inputs.
     """
+    if tuple(labels.shape) != (batch, tokens):
+        raise ValueError(
+            f"`labels` must have the shape of the inputs, {(batch, tokens)}; got {tuple(labels.shape)}. Pass the inputs "
+            "themselves, with -100 for what is not scored; the model moves them.")
     if cu_seqlens is not None:
         # one place more, for documents without tokens at the end
         first = torch.zeros(labels.shape[1] + 1, dtype=torch.bool, device=labels.device)

@@ -118,7 +118,12 @@ class HarmonicStream(Iterator[torch.Tensor]):
             self._append(integers)
 
     def _append(self, item: Any) -> None:
-        ids, state = torch.as_tensor(item), self.state
+        try:
+            ids, state = torch.as_tensor(item), self.state
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"`tokens` must give integers, or integer ids of shape [n] or [B, n]; got {type(item).__name__}. Tokenize the "
+                "text first.") from error
         if ids.numel() == 0 and ids.ndim < 2:
             return
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.ndim > 2:
@@ -127,6 +132,8 @@ class HarmonicStream(Iterator[torch.Tensor]):
                 f"{ids.dtype} of shape {tuple(ids.shape)}. Tokenize the text first.")
         is_batch = ids.ndim == 2
         ids = ids.to("cpu", torch.long).reshape(ids.shape[0] if is_batch else 1, -1)
+        # here, because a token is a target before it is an input
+        self.model.model.check_token_ids(ids)
         if state.is_batch not in (None, is_batch) or (state.tokens and ids.shape[0] != state.pending.shape[0]):
             expected = f"[{state.pending.shape[0]}, n]" if state.is_batch else "[n], or integers"
             raise ValueError(
