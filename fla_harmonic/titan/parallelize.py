@@ -32,6 +32,9 @@ _SAVED_OPS = {
     torch.ops.fla_harmonic.cp_harmonic_scan.default,
 }
 
+# first segment and later ones, one document and several, training and validation: seven to a dozen were seen
+_GRAPHS_OF_A_BLOCK = 64
+
 # the schedules that were compared with one process
 _SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble")
 
@@ -251,8 +254,9 @@ def _compile_blocks(model: nn.Module, backend: str, fullgraph: bool, apart: bool
     """`apart`: blocks that hand states on differ in their index, and together would exceed torch.compile's limit of graphs."""
     layers = cast(nn.ModuleDict, model.layers)
     for name, block in layers.named_children():
-        # torch's overloads lack its newest argument
-        compiled = cast(Any, torch.compile)(block, backend=backend, fullgraph=fullgraph, isolate_recompiles=apart)
+        # torch's overloads lack its newest arguments
+        compiled = cast(Any, torch.compile)(block, backend=backend, fullgraph=fullgraph, isolate_recompiles=apart,
+                                            recompile_limit=_GRAPHS_OF_A_BLOCK if apart else None)
         layers.register_module(name, compiled)
     logger.info("Compiling each block with torch.compile")
 
