@@ -91,13 +91,13 @@ def _segmented(layout: Layout, suggested: bool = False) -> Plan:
 PLANS = (
     Plan(Layout("FSDP 8", fsdp=8), loss_chunk=8192, recomputes=True),
     _segmented(Layout("FSDP 8", fsdp=8), suggested=True),
-    Plan(Layout("CP 8", context=8), recomputes=True),
+    Plan(Layout("CP 8", context=8), loss_chunk=8192, recomputes=True, suggested=True),
     _segmented(Layout("FSDP 64", fsdp=64)),
     _segmented(Layout("HSDP 8x8", replicas=8, fsdp=8), suggested=True),
-    Plan(Layout("FSDP 4 x CP 16", fsdp=4, context=16), recomputes=True, suggested=True),
+    Plan(Layout("FSDP 4 x CP 16", fsdp=4, context=16), loss_chunk=8192, recomputes=True, suggested=True),
     _segmented(Layout("HSDP 64x8", replicas=64, fsdp=8)),
-    Plan(Layout("HSDP 8x4 x CP 16", replicas=8, fsdp=4, context=16), recomputes=True, suggested=True),
-    Plan(Layout("HSDP 8x2 x CP 32", replicas=8, fsdp=2, context=32), recomputes=True, suggested=True),
+    Plan(Layout("HSDP 8x4 x CP 16", replicas=8, fsdp=4, context=16), loss_chunk=8192, recomputes=True, suggested=True),
+    Plan(Layout("HSDP 8x2 x CP 32", replicas=8, fsdp=2, context=32), loss_chunk=8192, recomputes=True, suggested=True),
 )
 
 _RANKS = 8

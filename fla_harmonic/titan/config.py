@@ -127,12 +127,15 @@ def check_harmonic_section(job_config: Any, family: str) -> None:
             f"{section.stateful}. Remedy: activation_checkpoint.mode = \"none\"; segments are computed anew as they are"
         )
     offs = {"loss_chunk_tokens": "0", "segment_len": "0", "stateful": "false"}
-    used = {name: value for name in offs if (value := getattr(section, name))}
-    for degree_field in ("context_parallel_degree", "tensor_parallel_degree", "pipeline_parallel_degree"):
-        if used and (degree := getattr(parallelism, degree_field)) > 1:
+    for kind in ("context", "tensor", "pipeline"):
+        # a loss in chunks needs no more than the labels of a rank's piece of the sequence, if that is contiguous
+        alone = ("segment_len", "stateful") if kind == "context" and family == "harmonic" else tuple(offs)
+        used = {name: value for name in alone if (value := getattr(section, name))}
+        if used and (degree := getattr(parallelism, f"{kind}_parallel_degree")) > 1:
             asked = ", ".join(f"harmonic.{name} = {value}" for name, value in used.items())
             remedy = ", ".join(f"harmonic.{name} = {offs[name]}" for name in used)
             raise ValueError(
-                f"{family}: a loss inside the model is supported with data parallelism alone, but {asked} and "
-                f"parallelism.{degree_field} = {degree}. Remedy: {remedy}, or parallelism.{degree_field} = 1"
+                f"{family}: a loss inside the model is supported with data parallelism alone (in chunks, with Harmonic's "
+                f"context parallelism too), but {asked} and parallelism.{kind}_parallel_degree = {degree}. Remedy: {remedy}, "
+                f"or parallelism.{kind}_parallel_degree = 1"
             )

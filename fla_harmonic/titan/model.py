@@ -238,7 +238,8 @@ class HFModel(ModelProtocol):
                 Number of each token's document within its row, of shape `[B, T]`: the state begins anew where it
                 changes. With context parallelism these are the ids of the whole sequence. Default: each row is one document.
             labels (torch.Tensor, Optional):
-                Token ids to predict, of shape `[B, T]`; those of -100 do not count. Default: `None`.
+                Token ids to predict, of shape `[B, T]`; those of -100 do not count. With context parallelism these are the
+                labels of the whole sequence. Default: `None`.
             carried (RowStates, Optional):
                 The states that the rows begin with; they are replaced by those that the rows end with. Needs labels.
                 Default: each row begins with zeros.
@@ -254,7 +255,7 @@ class HFModel(ModelProtocol):
             if self.output is None:
                 return h
             if labels is not None:
-                return self.output(h, labels.reshape(h.shape[:-1]))
+                return self.output(h, self._own(labels).reshape(h.shape[:-1]))
             logits = self.output(h)
             return logits if document_ids is None else logits.reshape(*tokens.shape[:2], -1)
 
@@ -268,6 +269,12 @@ class HFModel(ModelProtocol):
         if carried is not None:
             carried.write(states)
         return loss
+
+    def _own(self, labels: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of the labels of a sequence."""
+        if self.cp_group is None:
+            return labels
+        return labels.chunk(self.cp_group.size(), dim=1)[self.cp_group.rank()]
 
     def _whole(self, tokens: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
         """Hidden states `[B, T, H]` of the rows, from their first token on; `[1, B T, H]` with documents."""

@@ -152,14 +152,14 @@ class SplitValidator(BaseValidator):
         for inputs, labels in islice(batches, config.steps if config.steps > 0 else None):
             extra = {name: value.to(device) for name, value in inputs.items()}
             x, labels = extra.pop("input"), labels.to(device)
+            if loss_in_model(self.job_config):
+                extra["labels"] = labels
             if dims.cp_enabled:
                 # as the trainer does: each rank gets its piece of input and labels
                 x, labels, _ = prepare_context_parallel_input(
                     x, labels, {}, dims.get_mesh("cp"), x.device,
                     self.job_config.parallelism.context_parallel_load_balancer,
                 )
-            if loss_in_model(self.job_config):
-                extra["labels"] = labels
             tokens += labels.numel()
             with self.validation_context():
                 if self.pp_schedule is None:

@@ -13,6 +13,7 @@ MORE = (
     # DDP reduces accumulated gradients again
     Layout("DDP 2, accumulation", replicas=2, accumulation=2),
     Layout("CP 2, compiled", context=2, overrides=("--compile.enable", "--compile.backend=aot_eager")),
+    Layout("CP 2, loss in chunks", context=2, overrides=("--harmonic.loss_chunk_tokens=50",)),
     Layout("CP 2, recomputed", context=2, overrides=("--activation_checkpoint.mode=full",)),
     Layout("TP 2, op-selective", tensor=2, overrides=(
         "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")),
