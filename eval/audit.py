@@ -44,7 +44,7 @@ class Options:
     """Tokens of the sequences that are tried."""
 
     bound: float = 1e-5
-    """Change of a logit that rounding may cause."""
+    """Change of a logit that rounding may cause, times the largest logit where that is above 1."""
 
     out: Path | None = None
     """JSON file for the verdict, if wanted."""
@@ -100,7 +100,7 @@ def audit(model: nn.Module, length: int = 264, bound: float = 1e-5, batch_size: 
         length (int):
             Tokens of the sequences that are tried. Default: 264.
         bound (float):
-            Change of a logit that rounding may cause. Default: 1e-5.
+            Change of a logit that rounding may cause, times the largest logit where that is above 1. Default: 1e-5.
         batch_size (int):
             Splits tried at once. Default: 16.
 
@@ -162,6 +162,7 @@ def _suffixes(
     largest, effect, failure = 0.0, 0.0, ""
     with torch.no_grad():
         expected = _logits(model, tokens[None])
+        bound *= max(1.0, expected.abs().max().item())
         for some in _batches(tried, batch_size):
             later = positions >= torch.tensor(some, device=tokens.device)[:, None]
             change = (_logits(model, torch.where(later, others, tokens)) - expected).abs().amax(2)

@@ -134,7 +134,9 @@ def run(cell: dict[str, object], options: Options) -> dict[str, object]:
         if done.returncode == -9 or _NO_MEMORY.search(done.stdout):
             return {**result, "failed": "out of memory"}
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}")
-    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    # not those of a validation
+    *_, last = (record for record in records if "loss_metrics/global_avg_loss" in record)
     if last["n_tokens_seen"] != int(str(cell["seq_len"])) * options.steps:
         raise RuntimeError(
             f"expected {options.steps} steps of {cell['seq_len']} tokens, but the run saw {last['n_tokens_seen']}")

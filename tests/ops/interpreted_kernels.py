@@ -69,31 +69,6 @@ def test_kernels_equal_oracle(name: str, backend: str, problem: Problem) -> None
         scan, problem.inputs(scan), FLOAT32_BOUND, cu_seqlens=problem.cu_seqlens, mask=problem.mask, backend=backend)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("poison", [math.inf, math.nan])
-@scans
-def test_what_is_no_number_stays_in_its_sequence(name: str, poison: float, packed: bool) -> None:
-    lengths = (19, 21, 20)
-    shape, cu_seqlens = ((1, 60, 3), torch.tensor([0, 19, 40, 60])) if packed else ((3, 20, 3), None)
-    inputs = [*SCANS[name].make(shape), torch.randn(3, 3)]
-    other = [x.clone() for x in inputs]
-    other[1][(0, 30) if packed else (1, 11)] = poison
-    other[2][1] = poison
-    own = torch.tensor([False, True, False])
-    if packed:
-        own = own.repeat_interleave(torch.tensor(lengths))[None]
-    found = []
-    for first, second, state in (inputs, other):
-        leaves = [x.clone().requires_grad_() for x in (first, second, state)]
-        h, final = SCANS[name].run(
-            *leaves[:2], initial_state=leaves[2], output_final_state=True, cu_seqlens=cu_seqlens, backend="triton")
-        kept = h[~own].square().sum() + final[[0, 2]].sum()
-        du, dv, dstate = torch.autograd.grad(kept, leaves)
-        found.append((h[~own], final[[0, 2]], du[~own], dv[~own], dstate[[0, 2]]))
-    for x, y in zip(*found, strict=True):
-        assert torch.equal(x, y)
-
-
 @backends
 @scans
 def test_kernels_without_tokens(name: str, backend: str) -> None:

@@ -105,7 +105,8 @@ def linear_scan(
 
     Args:
         g (torch.Tensor):
-            Log-decays of shape `[B, T, D]`, meant to be `<= 0`; `-inf` forgets the state.
+            Log-decays of shape `[B, T, D]`, meant to be `<= 0` (beyond 87 backends differ); `-inf` forgets the state, and on
+            Triton so does a decay below 6e-8.
         x (torch.Tensor):
             Inputs of shape `[B, T, D]`, of g's dtype and on its device.
         initial_state, output_final_state, cu_seqlens, backend, mask:

@@ -205,12 +205,14 @@ def _cp_scan_backward(
 def _(u, v, cu_seqlens, first, last, enters, a_min, a_max, backend, group_name, rank, size):
     rows = u.shape[0] if first is None else first.shape[0]
     initial = scan_op._empty_state(u, cu_seqlens)
-    return torch.empty_like(u), initial, initial.new_empty(size, rows, u.shape[2])
+    h = torch.empty_like(u, memory_format=torch.contiguous_format)
+    return h, initial, initial.new_empty(size, rows, u.shape[2])
 
 
 @_cp_scan_backward.register_fake
 def _(u, v, h, initial, decays, dh, cu_seqlens, first, last, enters, a_min, a_max, backend, group_name, rank, size):
-    return torch.empty_like(u), torch.empty_like(v)
+    du, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (u, v))
+    return du, dv
 
 
 def _save(ctx, inputs, output):
