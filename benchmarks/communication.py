@@ -277,7 +277,8 @@ def _bookkeeping(job: Job, shapes: Shapes) -> Iterator[Call]:
         if (ranks := data * layout.context) > 1:
             yield Call("all-reduce", 4, ranks, 2, "mean and largest loss")
             yield Call("all-reduce", 8, ranks, 1, "number of tokens")
-        yield Call("all-reduce", 8 * 4 * shapes.levels, layout.ranks, 1, "states and timescales")
+        if layout.pipeline == 1:
+            yield Call("all-reduce", 8 * 4 * shapes.levels, layout.ranks, 1, "states and timescales")
 
 
 def job_of(layout: Layout) -> Job:
