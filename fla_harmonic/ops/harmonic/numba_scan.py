@@ -269,7 +269,8 @@ def _bytes(x: torch.Tensor) -> int:
 def _map(outputs: list[torch.Tensor], backwards: bool) -> None:
     """Maps fresh memory, ahead of the kernel that fills it: for a thread that would be idle."""
     step = 4 * HUGE_PAGE
-    for lo in range(0, max(map(_bytes, outputs)), step):
+    # the first pieces are the kernel's own: two threads at one page would both clear it
+    for lo in range(2 * step, max(map(_bytes, outputs)), step):
         for out in outputs:
             size = _bytes(out)
             start = size - lo - step if backwards else lo
