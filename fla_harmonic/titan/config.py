@@ -126,16 +126,22 @@ def check_harmonic_section(job_config: Any, family: str) -> None:
             f"with compile.enable = true, harmonic.segment_len = {section.segment_len} and harmonic.stateful = "
             f"{section.stateful}. Remedy: activation_checkpoint.mode = \"none\"; segments are computed anew as they are"
         )
+    if section.loss_chunk_tokens and parallelism.tensor_parallel_degree > 1 and parallelism.disable_loss_parallel:
+        raise ValueError(
+            f"{family}: a loss in chunks under tensor parallelism needs logits that stay sharded, but "
+            f"harmonic.loss_chunk_tokens = {section.loss_chunk_tokens} and parallelism.disable_loss_parallel = True. Remedy: "
+            "parallelism.disable_loss_parallel = False, or harmonic.loss_chunk_tokens = 0"
+        )
     offs = {"loss_chunk_tokens": "0", "segment_len": "0", "stateful": "false"}
     for kind in ("context", "tensor", "pipeline"):
-        # a loss in chunks needs no more than the labels of a rank's piece of the sequence, if that is contiguous
-        alone = ("segment_len", "stateful") if kind == "context" and family == "harmonic" else tuple(offs)
+        # a loss in chunks needs no more than a rank's labels, if its piece of the sequence is contiguous, or its logits
+        alone = ("segment_len", "stateful") if kind != "pipeline" and family == "harmonic" else tuple(offs)
         used = {name: value for name in alone if (value := getattr(section, name))}
         if used and (degree := getattr(parallelism, f"{kind}_parallel_degree")) > 1:
             asked = ", ".join(f"harmonic.{name} = {value}" for name, value in used.items())
             remedy = ", ".join(f"harmonic.{name} = {offs[name]}" for name in used)
             raise ValueError(
                 f"{family}: a loss inside the model is supported with data parallelism alone (in chunks, with Harmonic's "
-                f"context parallelism too), but {asked} and parallelism.{kind}_parallel_degree = {degree}. Remedy: {remedy}, "
-                f"or parallelism.{kind}_parallel_degree = 1"
+                f"tensor and context parallelism too), but {asked} and parallelism.{kind}_parallel_degree = {degree}. Remedy: "
+                f"{remedy}, or parallelism.{kind}_parallel_degree = 1"
             )

@@ -7,6 +7,7 @@ input of its own (`data.py`), returns the sum, and the loss function hands that 
 """
 
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -118,10 +119,9 @@ def linear_cross_entropy(
 
     # autograd adds up the chunks' gradients in the dtype of what all chunks share
     wide = weight.float()
-    total = torch.zeros((), device=hidden.device)
-    for h, label in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
-        total = total + checkpoint(_cross_entropy, h, wide, label, use_reentrant=False, preserve_rng_state=False)
-    return total
+    pieces = zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True)
+    return reduce(torch.add, (
+        checkpoint(_cross_entropy, h, wide, label, use_reentrant=False, preserve_rng_state=False) for h, label in pieces))
 
 
 def _cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

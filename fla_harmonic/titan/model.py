@@ -255,7 +255,9 @@ class HFModel(ModelProtocol):
             if self.output is None:
                 return h
             if labels is not None:
-                return self.output(h, self._own(labels).reshape(h.shape[:-1]))
+                labels = self._own(labels)
+                # by name: of positions the hooks of tensor parallelism know the first
+                return self.output(h, labels=labels if document_ids is None else labels.reshape(1, -1))
             logits = self.output(h)
             return logits if document_ids is None else logits.reshape(*tokens.shape[:2], -1)
 

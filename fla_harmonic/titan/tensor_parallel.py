@@ -130,6 +130,16 @@ class SynchronousRowwise(RowwiseParallel):
         return outputs.to_local() if use_local_output else outputs
 
 
+class VocabularyParallel(ColwiseParallel):
+    """`ColwiseParallel` of a head that returns logits, or the loss, which is every rank's alike."""
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):  # type: ignore[no-untyped-def]
+        if outputs.ndim == 0:
+            return outputs
+        return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+
+
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, loss_parallel: bool) -> None:
     """
     Shard an `HFModel` of Harmonic blocks, or a pipeline stage of one, in place.
@@ -151,7 +161,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, loss_parallel: boo
     whole: dict[str, ParallelStyle] = {
         "tok_embeddings": SynchronousRowwise(input_layouts=Replicate(), output_layouts=_TOKENS),
         "norm": TokenParallel(),
-        "output": ColwiseParallel(
+        "output": VocabularyParallel(
             input_layouts=_TOKENS,
             output_layouts=Shard(-1) if loss_parallel else Replicate(),
             use_local_output=not loss_parallel,

@@ -17,6 +17,7 @@ MORE = (
     Layout("CP 2, recomputed", context=2, overrides=("--activation_checkpoint.mode=full",)),
     Layout("TP 2, op-selective", tensor=2, overrides=(
         "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")),
+    Layout("TP 2, loss in chunks", tensor=2, overrides=("--harmonic.loss_chunk_tokens=50",)),
     Layout("TP 2, whole logits", tensor=2, overrides=("--parallelism.disable_loss_parallel",)),
     Layout("TP 2 x CP 2", tensor=2, context=2),
     Layout("FSDP 2 x PP 2", fsdp=2, pipeline=2),

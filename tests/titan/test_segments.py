@@ -174,9 +174,10 @@ def test_layers_without_a_state_are_refused() -> None:
        f"{family}: .*harmonic.{option.partition('=')[0]} = .*parallelism.{kind}_parallel_degree = 2. Remedy")
       for family, option in (("harmonic", "segment_len=8"), ("harmonic", "stateful"), ("llama", "loss_chunk_tokens=8"))
       for kind in ("context", "tensor", "pipeline")),
-    *(("harmonic", ["--harmonic.loss_chunk_tokens=8", f"--parallelism.{kind}_parallel_degree=2"],
-       f"harmonic: .*loss_chunk_tokens = 8 and parallelism.{kind}_parallel_degree = 2. Remedy")
-      for kind in ("tensor", "pipeline")),
+    ("harmonic", ["--harmonic.loss_chunk_tokens=8", "--parallelism.tensor_parallel_degree=2",
+                  "--parallelism.disable_loss_parallel"], "disable_loss_parallel = True. Remedy"),
+    ("harmonic", ["--harmonic.loss_chunk_tokens=8", "--parallelism.pipeline_parallel_degree=2"],
+     "harmonic: .*loss_chunk_tokens = 8 and parallelism.pipeline_parallel_degree = 2. Remedy"),
 ])
 def test_what_excludes_one_another_is_refused(family: str, overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):

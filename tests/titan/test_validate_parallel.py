@@ -13,7 +13,8 @@ def test_validation_and_states_are_those_of_one_process(tmp_path: Path) -> None:
               "--validation.seq_len=64", "--validation.steps=3", "--validation.local_batch_size=4"]
     layouts = {kind: [f"--parallelism.{kind}_parallel_degree=2"] for kind in ("context", "tensor", "pipeline")}
     layouts["pipeline"].append("--parallelism.pipeline_parallel_microbatch_size=2")
-    layouts["context"].append("--harmonic.loss_chunk_tokens=30")
+    for kind in ("context", "tensor"):
+        layouts[kind].append("--harmonic.loss_chunk_tokens=30")
     run(1, options(tmp_path / "one", 1, 2, *common))
     expected = read(tmp_path / "one")
     assert sum(VALIDATION in record for record in expected) == 2
