@@ -3,6 +3,7 @@
 Named in a TOML file by `[job] custom_config_module = "fla_harmonic.titan.config"`.
 """
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -66,6 +67,12 @@ class Harmonic:
     document. Harmonic alone
     """
 
+    config: list[str] = field(default_factory=list)
+    """
+    Fields of `HarmonicConfig` in place of the flavor's, each as name=value with the value in JSON or a plain word, e.g.
+    ["timescale_mode=init", "gate_rank=16", "timescales=[[2, 8], [100, 1000]]"]. Harmonic alone
+    """
+
 
 @dataclass
 class JobConfig:
@@ -95,6 +102,29 @@ def harmonic_section(job_config: Any) -> Harmonic:
     return Harmonic() if section is None else section
 
 
+def config_overrides(job_config: Any) -> dict[str, Any]:
+    """
+    The fields that `[harmonic] config` sets.
+
+    Raises:
+        ValueError: an entry is no name=value, or sets a field again.
+    """
+    fields: dict[str, Any] = {}
+    for entry in harmonic_section(job_config).config:
+        name, equals, text = entry.partition("=")
+        if not (name.isidentifier() and equals) or name in fields:
+            raise ValueError(
+                f"expected harmonic.config to be entries name=value, each field once, but got {entry!r}. Remedy: for example "
+                '["timescale_mode=init", "gate_rank=16"]'
+            )
+        try:
+            fields[name] = json.loads(text)
+        except ValueError:
+            # a plain word
+            fields[name] = text
+    return fields
+
+
 def loss_in_model(job_config: Any) -> bool:
     """Whether the model computes the loss itself, from labels that the batches hold."""
     section = harmonic_section(job_config)
@@ -112,6 +142,11 @@ def check_harmonic_section(job_config: Any, family: str) -> None:
     for name in ("loss_chunk_tokens", "segment_len"):
         if (value := getattr(section, name)) < 0:
             raise ValueError(f"expected harmonic.{name} >= 0, but got {value}. Remedy: a number of tokens, or 0 for off")
+    if family != "harmonic" and section.config:
+        raise ValueError(
+            f"{family}: fields of HarmonicConfig cannot change this model, but harmonic.config = {section.config}. Remedy: "
+            'harmonic.config = [], or model.name = "harmonic"'
+        )
     for name, off in {"segment_len": "0", "stateful": "false"}.items():
         if family != "harmonic" and (value := getattr(section, name)):
             raise ValueError(

@@ -19,7 +19,7 @@ from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
 from fla_harmonic.modules import Attention
 from fla_harmonic.ops.harmonic.context_parallel import CPContext, build_cp_context
-from fla_harmonic.titan.config import check_harmonic_section, data_section, harmonic_section
+from fla_harmonic.titan.config import check_harmonic_section, config_overrides, data_section, harmonic_section
 from fla_harmonic.titan.flops import matmul_flops
 from fla_harmonic.titan.hf_import import check_hf_directory
 from fla_harmonic.titan.init import init_from_reference
@@ -69,6 +69,8 @@ class HFModelArgs(BaseModelArgs):
             A key of `FAMILIES`.
         config (dict[str, Any]):
             Keyword arguments of the family's HF configuration.
+        overrides (dict[str, Any]):
+            Those that the job sets in their place, by `[harmonic] config`.
         seed (int | None):
             Seed of the initial weights; the job's `debug.seed`.
         loss_chunk_tokens, segment_len (int), stateful (bool):
@@ -77,6 +79,7 @@ class HFModelArgs(BaseModelArgs):
 
     family: str = "harmonic"
     config: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
     loss_chunk_tokens: int = 0
     segment_len: int = 0
@@ -89,7 +92,7 @@ class HFModelArgs(BaseModelArgs):
 
     def hf_config(self) -> PreTrainedConfig:
         """The HF configuration."""
-        return FAMILIES[self.family].config_class(**self.config)
+        return FAMILIES[self.family].config_class(**self.config | self.overrides)
 
     def build_hf(self) -> PreTrainedModel:
         """The HF model, initialised by itself."""
@@ -124,6 +127,7 @@ class HFModelArgs(BaseModelArgs):
         """
         check_job(job_config, self.family)
         check_harmonic_section(job_config, self.family)
+        self.overrides = config_overrides(job_config)
         config = self.hf_config()
         # first: more blocks or fewer stages are no remedy for a tied table
         if config.tie_word_embeddings:

@@ -19,7 +19,10 @@ class Table(nn.Module):
         nn.init.normal_(self.table.weight, std=scale)
         self.mix = mix
 
-    def forward(self, tokens: torch.Tensor, use_cache: bool = False) -> SimpleNamespace:
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.table
+
+    def forward(self, tokens: torch.Tensor, use_cache: bool = False, logits_to_keep: int = 0) -> SimpleNamespace:
         x = self.table(tokens)
         if self.mix == "shift":
             x = F.pad(x, (0, 0, 0, 1))[:, 1:]
@@ -32,4 +35,4 @@ class Table(nn.Module):
             x = x / x.std(1, keepdim=True)
         elif self.mix == "bidirectional":
             x = x + x.flip(1).cumsum(1).flip(1)
-        return SimpleNamespace(logits=x)
+        return SimpleNamespace(logits=x[:, -logits_to_keep:])

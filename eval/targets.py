@@ -1,0 +1,116 @@
+"""Loss of a model on a fixed range of target tokens, whatever the length of its windows."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+# rows of logits whose loss is computed at a time
+_LOSS_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Window:
+    """Input tokens `[begin, end)` of a text, of which the last `scored` predict a target: the token after each."""
+
+    begin: int
+    end: int
+    scored: int
+
+
+def windows(first: int, stop: int, seq_len: int, stride: int) -> Iterator[Window]:
+    """
+    Windows whose targets are the tokens `[first, stop)`, each once: a window has `seq_len` input tokens and predicts the
+    last `stride` of their successors, so that a target is predicted from at least `seq_len - stride + 1` tokens, wherever
+    the text has so many before it.
+
+    Args:
+        first, stop (int):
+            The targets. The first token of a text is nobody's target.
+        seq_len (int):
+            Input tokens of a window.
+        stride (int):
+            Targets of a window, at most `seq_len`.
+
+    Raises:
+        ValueError: the range is empty or begins before token 1, or the stride is not in `[1, seq_len]`.
+    """
+    if not 1 <= first < stop:
+        raise ValueError(f"expected targets [first, stop) with 1 <= first < stop; got [{first}, {stop}).")
+    if not 1 <= stride <= seq_len:
+        raise ValueError(f"expected a stride in [1, seq_len]; got {stride} with seq_len {seq_len}.")
+    for begin in range(first, stop, stride):
+        end = min(begin + stride, stop)
+        yield Window(max(0, begin + stride - 1 - seq_len), end - 1, end - begin)
+
+
+@torch.no_grad()
+def target_losses(
+    model: PreTrainedModel,
+    tokens: np.ndarray,
+    first: int,
+    stop: int,
+    seq_len: int,
+    stride: int,
+    batch_size: int = 1,
+    progress: Callable[[int], None] | None = None,
+) -> torch.Tensor:
+    """
+    Negative log-likelihoods, in nats, of the tokens `[first, stop)`; see `windows`.
+
+    Args:
+        model (PreTrainedModel):
+            A causal language model in evaluation mode.
+        tokens (np.ndarray):
+            Token ids of the text, `[n]`, n >= stop.
+        first, stop, seq_len, stride (int):
+            Targets and windows.
+        batch_size (int):
+            Windows computed at once. Default: 1.
+        progress (Callable[[int], None], Optional):
+            Called with the number of targets that were done. Default: `None`.
+
+    Returns:
+        torch.Tensor:
+            float64 `[stop - first]` on the CPU. Computed in float32.
+
+    Raises:
+        ValueError: the text ends before the targets do; and see `windows`.
+    """
+    if stop > len(tokens):
+        raise ValueError(f"expected a text of at least {stop:,} tokens for its targets; got {len(tokens):,}. Ask for fewer "
+                         "targets, or pass a longer text.")
+    device = model.get_input_embeddings().weight.device
+    losses = []
+    for batch in _batches(windows(first, stop, seq_len, stride), batch_size):
+        rows = np.stack([tokens[window.begin:window.end + 1].astype(np.int64) for window in batch])
+        ids = torch.from_numpy(rows).to(device)
+        scored = batch[0].scored
+        logits = model(ids[:, :-1], use_cache=False, logits_to_keep=scored).logits
+        pairs = zip(logits.flatten(0, 1).split(_LOSS_ROWS), ids[:, -scored:].flatten().split(_LOSS_ROWS), strict=True)
+        losses += [F.cross_entropy(some.float(), labels, reduction="none").double().cpu() for some, labels in pairs]
+        if progress is not None:
+            progress(len(batch) * scored)
+    return torch.cat(losses)
+
+
+def bits(nats: torch.Tensor) -> float:
+    """The sum in bits."""
+    return nats.sum().item() / math.log(2)
+
+
+def _batches(items: Iterator[Window], size: int) -> Iterator[list[Window]]:
+    """Successive windows of the same shape."""
+    batch: list[Window] = []
+    for window in items:
+        shape = (window.end - window.begin, window.scored)
+        if batch and (len(batch) == size or shape != (batch[0].end - batch[0].begin, batch[0].scored)):
+            yield batch
+            batch = []
+        batch.append(window)
+    if batch:
+        yield batch
