@@ -7,18 +7,14 @@ at the end. Differences between models are taken seed by seed: two models of a s
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-from scipy import stats
-
-from eval.cells import Cell, Model, Text, check_cells, file_digest
+from eval.cells import Cell, Model, Text, check_cells, file_digest, run_cells
 from fla_harmonic.titan.corpus import load_documents
-
-STAGES = ("shared", "sweep", "best")
 
 
 @dataclass(frozen=True)
@@ -126,36 +122,63 @@ def best_lrs(results: Iterable[dict[str, Any]]) -> dict[str, float]:
     return {label: lr for label, (_, lr) in found.items()}
 
 
-def frame(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """One row a result, with the columns that tables and plots use."""
-    return pd.DataFrame([{
-        "model": result["cell"]["model"]["label"], "seq_len": result["cell"]["seq_len"], "seed": result["cell"]["seed"],
-        "lr": result["cell"]["lr"], "tokens": result["tokens_seen"], "parameters": result["parameters"],
-        "flops_per_token": result["flops_per_token"], "tokens_per_second": result["tokens_per_second"],
-        "peak_memory_gib": result["peak_memory_gib"], "kernels": result["kernels"],
-        "validation_bits_per_token": result["validation"]["bits_per_token"],
-        "bits_per_token": result["test"]["bits_per_token"], "bits_per_byte": result["test"]["bits_per_byte"],
-        "targets": result["test"]["targets"], "window": result["test"]["seq_len"], "stride": result["test"]["stride"],
-        "causal": not result["test"]["audit"]["failure"], "beyond_trained_length": result["test"]["beyond_trained_length"],
-    } for result in results])
-
-
-def paired(rows: pd.DataFrame, by: Sequence[str], model: str, rival: str, value: str = "bits_per_byte") -> pd.DataFrame:
+def check_overrides(overrides: tuple[str, ...]) -> None:
     """
-    Differences `model - rival` seed by seed, within each group of the columns `by`.
+    Raises:
+        ValueError: an option is one that makes cells comparable.
+    """
+    ours = ("--job.", "--training.dataset", "--training.seq_len", "--training.steps", "--training.local_batch_size",
+            "--training.global_batch_size", "--data.tokenizer", "--data.token_budget", "--data.budget_seq_len", "--model.",
+            "--optimizer.lr", "--debug.seed", "--checkpoint.", "--lr_scheduler.warmup_steps")
+    for override in overrides:
+        if override.startswith(ours):
+            raise ValueError(f"`overrides` must leave {ours} to the study; got {override!r}.")
+
+
+def share(cells: list, part: str) -> list:
+    """
+    The cells of a part `i/n`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        index, count = map(int, part.split("/"))
+    except ValueError:
+        index, count = 0, 0
+    if not 1 <= index <= count:
+        raise ValueError(f"`part` must be i/n with 1 <= i <= n; got {part!r}.")
+    return cells[index - 1::count]
+
+
+def run(protocol: Protocol, stages: tuple[str, ...], part: str, out: Path, processes: int, threads: int) -> dict[str, Any]:
+    """
+    Runs the stages.
 
     Returns:
-        The columns `by`, `difference` (the mean), `low` and `high` (the 95% confidence interval of the paired t-test; none
-        with one seed), `seeds`, and `wins`: seeds in which the model is the lower one.
+        `results`, by stage, of the cells that are there at the end, and `lrs`, the best learning rate of each model; both
+        without what another part has to bring.
+
+    Raises:
+        RuntimeError: the best learning rates are wanted and sweeps are missing.
     """
-    wide = rows.pivot_table(index=[*by, "seed"], columns="model", values=value)
-    found = []
-    for key, pairs in wide[[model, rival]].dropna().groupby(level=list(range(len(by)))):
-        difference = pairs[model] - pairs[rival]
-        low = high = float("nan")
-        if len(pairs) > 1:
-            low, high = stats.ttest_rel(pairs[model], pairs[rival]).confidence_interval()
-        keys = key if isinstance(key, tuple) else (key,)
-        found.append({**dict(zip(by, keys, strict=True)), "difference": difference.mean(), "low": low, "high": high,
-                      "seeds": len(pairs), "wins": int((difference < 0).sum())})
-    return pd.DataFrame(found)
+    results: dict[str, list[dict[str, Any]]] = {}
+    for stage, cells in (("shared", protocol.shared()), ("sweep", protocol.sweep())):
+        if stage in stages:
+            run_cells(share(cells, part), out, processes, threads, stage)
+        results[stage] = finished(cells, out)
+    lrs = best_lrs(results["sweep"]) if len(results["sweep"]) == len(protocol.sweep()) else {}
+    if "best" in stages and not lrs and part == "1/1":
+        raise RuntimeError("the best learning rates need the whole sweep; some of its cells are missing. Run `--stages "
+                           "sweep`, or `--merge` the folders that have them.")
+    if lrs:
+        cells = protocol.grid(lrs)
+        if "best" in stages:
+            run_cells(share(cells, part), out, processes, threads, "best")
+        results["best"] = finished(cells, out)
+    return {"results": results, "lrs": lrs}
+
+
+def finished(cells: list, out: Path) -> list[dict[str, Any]]:
+    files = [out / "cells" / cell.name / "result.json" for cell in cells]
+    return [json.loads(file.read_text()) for file in files if file.is_file()]

@@ -87,7 +87,7 @@ def kernels(family: str) -> str:
     Raises:
         RuntimeError: on an accelerator Mamba would run without its own kernels: no baseline for anyone.
     """
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if family == "llama":
         return "scaled_dot_product_attention"
     if family == "harmonic":
@@ -96,16 +96,16 @@ def kernels(family: str) -> str:
         return f"selective scan on {usable_backends(torch.empty(0, device=device))[0]}"
     if not HAS_MAMBA_KERNELS:
         raise RuntimeError(
-            "expected Mamba on mamba-ssm's kernels, for a baseline on its slow path is none; mamba-ssm or causal-conv1d cannot "
-            "be imported. Install both, or leave Mamba out.")
+            "expected Mamba on mamba-ssm's kernels, for a baseline on its slow path is none; mamba-ssm or causal-conv1d "
+            "cannot be imported. Install both, or leave Mamba out.")
     return "mamba-ssm"
 
 
 def scores(cell: Cell, job: JobConfig, directory: Path) -> dict[str, Any]:
     """Losses of an exported model on the targets of the test and the validation split."""
     model, _ = load(directory)
-    if torch.accelerator.is_available():
-        model.to(torch.accelerator.current_accelerator())
+    if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        model.to(device)  # type: ignore[arg-type]
     verdict = check_causal(model)
     tokenizer = build_tokenizer(job)
     found = {}

@@ -4,8 +4,8 @@ Loss of a trained model on a split that it was not trained on:
 
 Every token of the split but the first is a target exactly once; a window of `seq_len` tokens knows nothing of the text
 before it, and with `--stride` predicts the last tokens of its own alone. A model whose early logits depend on later tokens
-gets no score, and a score beyond the trained length says so. With `--config_file` the text is that of a torchtitan job, and what follows
-these options overrides the TOML.
+gets no score, and a score beyond the trained length says so. With `--config_file` the text is that of a torchtitan job, and
+what follows these options overrides the TOML.
 """
 
 import json

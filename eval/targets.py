@@ -84,7 +84,7 @@ def target_losses(
     if stop > len(tokens):
         raise ValueError(f"expected a text of at least {stop:,} tokens for its targets; got {len(tokens):,}. Ask for fewer "
                          "targets, or pass a longer text.")
-    device = model.get_input_embeddings().weight.device
+    device = next(model.parameters()).device
     losses = []
     for batch in _batches(windows(first, stop, seq_len, stride), batch_size):
         rows = np.stack([tokens[window.begin:window.end + 1].astype(np.int64) for window in batch])

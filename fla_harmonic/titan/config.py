@@ -4,6 +4,7 @@ Named in a TOML file by `[job] custom_config_module = "fla_harmonic.titan.config
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -107,10 +108,20 @@ def config_overrides(job_config: Any) -> dict[str, Any]:
     The fields that `[harmonic] config` sets.
 
     Raises:
+        ValueError: see `parse_fields`.
+    """
+    return parse_fields(harmonic_section(job_config).config)
+
+
+def parse_fields(entries: Sequence[str]) -> dict[str, Any]:
+    """
+    Entries name=value, the value in JSON or a plain word, as a dictionary.
+
+    Raises:
         ValueError: an entry is no name=value, or sets a field again.
     """
     fields: dict[str, Any] = {}
-    for entry in harmonic_section(job_config).config:
+    for entry in entries:
         name, equals, text = entry.partition("=")
         if not (name.isidentifier() and equals) or name in fields:
             raise ValueError(
