@@ -39,7 +39,7 @@ class Model:
         family, flavor (str):
             Those of the torchtitan plugin.
         config (tuple[str, ...]):
-            Fields in place of the flavor's, as in `[harmonic] config`. Default: none.
+            Fields in place of the flavor's, as in `[harmonic] config`, one an entry. Default: none.
     """
 
     label: str
@@ -128,7 +128,7 @@ class Cell:
             "--data.token_budget=0", *self.overrides,
         ]
         if self.model.config:
-            arguments += ["--harmonic.config", *self.model.config]
+            arguments.append(f"--harmonic.config={' '.join(self.model.config)}")
         return arguments
 
 
@@ -187,7 +187,9 @@ def run_cells(cells: Sequence[Cell], out: Path, processes: int, threads: int, ti
                 progress.console.print(f"{title}: {running[done].name}", highlight=False)
                 progress.advance(task)
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            # cells that run end, and are kept; the others do not begin
+            for waits in running:
+                waits.cancel()
             raise
     return [json.loads((out / "cells" / cell.name / "result.json").read_text()) for cell in cells]
 
@@ -292,7 +294,8 @@ def redirected(file: Path) -> Iterator[None]:
         os.dup2(log.fileno(), 2)
         try:
             yield
-        except Exception as error:
+        # torchtitan's parser ends the process
+        except (Exception, SystemExit) as error:
             raise RuntimeError(f"{file.parent.name} failed: {error!r}\n{file.read_text()[-3000:]}") from error
         finally:
             sys.stdout.flush()

@@ -68,10 +68,10 @@ class Harmonic:
     document. Harmonic alone
     """
 
-    config: list[str] = field(default_factory=list)
+    config: str = ""
     """
-    Fields of `HarmonicConfig` in place of the flavor's, each as name=value with the value in JSON or a plain word, e.g.
-    ["timescale_mode=init", "gate_rank=16", "timescales=[[2, 8], [100, 1000]]"]. Harmonic alone
+    Fields of `HarmonicConfig` in place of the flavor's: name=value, parted by spaces, each value in JSON without spaces or a
+    plain word, e.g. "timescale_mode=init gate_rank=16 timescales=[[2,8],[100,1000]]". Harmonic alone
     """
 
 
@@ -110,7 +110,7 @@ def config_overrides(job_config: Any) -> dict[str, Any]:
     Raises:
         ValueError: see `parse_fields`.
     """
-    return parse_fields(harmonic_section(job_config).config)
+    return parse_fields(harmonic_section(job_config).config.split())
 
 
 def parse_fields(entries: Sequence[str]) -> dict[str, Any]:
@@ -125,8 +125,8 @@ def parse_fields(entries: Sequence[str]) -> dict[str, Any]:
         name, equals, text = entry.partition("=")
         if not (name.isidentifier() and equals) or name in fields:
             raise ValueError(
-                f"expected harmonic.config to be entries name=value, each field once, but got {entry!r}. Remedy: for example "
-                '["timescale_mode=init", "gate_rank=16"]'
+                f"expected harmonic.config to be name=value parted by spaces, each field once, but got {entry!r}. Remedy: for "
+                'example "timescale_mode=init gate_rank=16"'
             )
         try:
             fields[name] = json.loads(text)
@@ -155,8 +155,8 @@ def check_harmonic_section(job_config: Any, family: str) -> None:
             raise ValueError(f"expected harmonic.{name} >= 0, but got {value}. Remedy: a number of tokens, or 0 for off")
     if family != "harmonic" and section.config:
         raise ValueError(
-            f"{family}: fields of HarmonicConfig cannot change this model, but harmonic.config = {section.config}. Remedy: "
-            'harmonic.config = [], or model.name = "harmonic"'
+            f"{family}: fields of HarmonicConfig cannot change this model, but harmonic.config = {section.config!r}. Remedy: "
+            'harmonic.config = "", or model.name = "harmonic"'
         )
     for name, off in {"segment_len": "0", "stateful": "false"}.items():
         if family != "harmonic" and (value := getattr(section, name)):
