@@ -21,7 +21,7 @@ train: $(VENV)/.installed
 	$(RUN) -m eval.sample --model outputs/harmonic_debug/hf --out outputs/harmonic_debug/sample.txt
 
 compare: $(VENV)/.installed
-	$(RUN) -m eval.compare --threads $(THREADS)
+	$(RUN) -m eval.crossover --preset compare --stages shared --out outputs/compare
 
 test: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

@@ -205,7 +205,7 @@ def run_cell(cell: Cell, out: Path, load: dict[str, int]) -> None:
         with redirected(folder / "log.txt"):
             from eval.run_cell import measure
 
-            result = {"cell": cell.record, **measure(cell, folder), "machine": {**machine(), **load}}
+            result = {"name": cell.name, "cell": cell.record, **measure(cell, folder), "machine": {**machine(), **load}}
         write(folder / "result.json", json.dumps(result, indent=1))
         # the exported model stays
         shutil.rmtree(folder / "checkpoint", ignore_errors=True)

@@ -46,6 +46,12 @@ class Preset:
 
 
 PRESETS = {
+    # what `make compare` runs, at the shared learning rate alone
+    "compare": Preset(
+        models=("harmonic/debug", "mamba/debug", "llama/debug"), seq_lens=(1024, 4096), seeds=(42,), tokens=112 * 4096,
+        step_tokens=4096, lrs=(3e-3,), shared_lr=3e-3, sweep_seq_len=1024, config_file="titan_configs/harmonic_debug.toml",
+        dataset="novels", tokenizer="bytes", test=32768, validation=16384, processes=2,
+    ),
     "cpu-small": Preset(
         models=("harmonic/debug", "harmonic/debug-best", "mamba/debug", "llama/debug"), seq_lens=(1024, 2048, 4096, 8192),
         seeds=(0, 1, 2), tokens=48 * 8192, step_tokens=8192, lrs=(1.5e-3, 3e-3, 6e-3, 1.2e-2), shared_lr=3e-3,
@@ -74,8 +80,11 @@ PRESETS = {
 class Options:
     """Which study, on what text, and what of it is set otherwise."""
 
-    preset: Literal["cpu-small", "paper", "scaling"] = "cpu-small"
-    """cpu-small: the debug flavors at 1K to 8K bytes; paper: 28M at 1K to 64K tokens; scaling: 7M to 112M."""
+    preset: Literal["compare", "cpu-small", "paper", "scaling"] = "cpu-small"
+    """
+    compare: two novels as bytes, one seed, in minutes; cpu-small: the debug flavors at 1K to 8K bytes; paper: 28M at 1K to 64K
+    tokens; scaling: 7M to 112M.
+    """
 
     dataset_path: str = ""
     """The text: a UTF-8 file for `text`, enwik8 or its zip, a hub dataset."""

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from scipy import stats
 
-from eval.cells import write
+from eval.cells import curve, write
 
 STAGE_TITLES = {"shared": "shared learning rate", "best": "each model's best learning rate"}
 
@@ -108,6 +108,26 @@ def plot(frames: dict[str, pd.DataFrame], file: Path) -> None:
     plt.close(figure)
 
 
+def plot_curves(results: Sequence[dict[str, Any]], folders: Sequence[Path], file: Path) -> None:
+    """Training loss against tokens, a panel for each length, one line a model: the mean over its seeds."""
+    curves = pd.concat([
+        curve(folder).assign(model=result["cell"]["model"]["label"], seq_len=result["cell"]["seq_len"])
+        for result, folder in zip(results, folders, strict=True)])
+    lengths = sorted(curves["seq_len"].unique())
+    figure, axes = plt.subplots(1, len(lengths), figsize=(4.2 * len(lengths), 3.6), sharey=True, squeeze=False)
+    for axis, length in zip(axes[0], lengths, strict=True):
+        for index, (model, steps) in enumerate(curves[curves["seq_len"] == length].groupby("model", sort=False)):
+            bits = steps.groupby("n_tokens_seen")["bits_per_token"].mean()
+            axis.plot(bits.index, bits, color=f"C{index}", label=model)
+        axis.set(title=f"length {length:,}", xlabel="tokens seen")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("bits per token, in training")
+    axes[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
 def report(study: dict[str, Any], out: Path, figure: str) -> None:
     """Writes what `eval.protocol.run` gave: results.jsonl, results.csv, best_lrs.json and a figure; prints the tables."""
     frames = {stage: frame(results) for stage, results in study["results"].items() if results}
@@ -120,5 +140,8 @@ def report(study: dict[str, Any], out: Path, figure: str) -> None:
     grids = {STAGE_TITLES[stage]: rows for stage, rows in frames.items() if stage in STAGE_TITLES}
     if grids:
         plot(grids, out / figure)
+        # of another machine's cells the logged steps came along
+        results = study["results"]["best" if study["results"].get("best") else "shared"]
+        plot_curves(results, [out / "cells" / result["name"] for result in results], out / "curves.png")
         print("\n\n".join(f"{title}\n\n{table(rows)}\n\n{differences(rows)}" for title, rows in grids.items()))
     print(f"\n{out / 'results.csv'}, {out / 'results.jsonl'}")
