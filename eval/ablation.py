@@ -21,6 +21,7 @@ import torch
 import tyro
 
 from eval.cells import Cell, Model, merge, write
+from eval.commands import keep_command
 from eval.models import load_recurrent
 from eval.paired import report
 from eval.protocol import Protocol, check_overrides, run, text_of
@@ -266,6 +267,7 @@ def timescales_of(cells: Sequence[Cell], out: Path) -> dict[str, list[list[float
 
 def main(options: Options) -> None:
     protocol = protocol_of(options)
+    keep_command(options.out)
     merge(options.merge, options.out)
     study = run(protocol, options.stages, options.part, options.out, options.processes, options.threads)
     report(study, options.out, "ablation.png")

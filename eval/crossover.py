@@ -18,6 +18,7 @@ from typing import Literal
 import tyro
 
 from eval.cells import Model, merge
+from eval.commands import keep_command
 from eval.paired import report
 from eval.protocol import Protocol, check_overrides, run, text_of
 
@@ -184,6 +185,7 @@ def protocol_of(options: Options) -> tuple[Protocol, Preset]:
 
 def main(options: Options) -> None:
     protocol, preset = protocol_of(options)
+    keep_command(options.out)
     merge(options.merge, options.out)
     study = run(protocol, options.stages, options.part, options.out, preset.processes, preset.threads)
     report(study, options.out, "crossover.png")

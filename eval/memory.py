@@ -22,6 +22,8 @@ import pandas as pd
 import torch
 import tyro
 
+from eval.commands import keep_command
+
 FAMILIES = ("harmonic", "mamba", "llama")
 # what is set for each way to compute the loss; `{chunk}` and `{segment}` are options
 LOSSES = {
@@ -189,7 +191,7 @@ def plot(results: list[dict], file: Path) -> None:
 
 
 def main(options: Options) -> None:
-    options.out.mkdir(parents=True, exist_ok=True)
+    keep_command(options.out)
     file = options.out / "memory.jsonl"
     known = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     results = []

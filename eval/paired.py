@@ -76,6 +76,18 @@ def differences(rows: pd.DataFrame, value: str = "bits_per_byte") -> str:
     return "\n".join(lines)
 
 
+def sweep(rows: pd.DataFrame, value: str = "validation_bits_per_token") -> str:
+    """Validation loss of each model at each learning rate, as Markdown; the best in bold."""
+    lrs = sorted(rows["lr"].unique())
+    lines = [f"| model | {' | '.join(f'{lr:g}' for lr in lrs)} |", "|---" * (1 + len(lrs)) + "|"]
+    for model, mine in rows.groupby("model", sort=False):
+        values = mine.set_index("lr")[value]
+        texts = [f"{values[lr]:.3f}" if lr in values else "" for lr in lrs]
+        lines.append(f"| {model} | " + " | ".join(f"**{text}**" if lr == values.idxmin() else text
+                                                 for lr, text in zip(lrs, texts, strict=True)) + " |")
+    return "\n".join(lines)
+
+
 def costs(rows: pd.DataFrame) -> str:
     """Size, operations, speed, memory and kernels by model and length, as Markdown."""
     lines = ["| model | length | parameters | FLOPs a token | tokens/s | peak memory, GiB | kernels |",
@@ -134,7 +146,14 @@ def report(study: dict[str, Any], out: Path, figure: str) -> None:
     lines = [json.dumps({"stage": stage, **result}) for stage, results in study["results"].items() for result in results]
     write(out / "results.jsonl", "".join(f"{line}\n" for line in lines))
     write(out / "best_lrs.json", json.dumps(study["lrs"]))
-    if frames:
+    first = next((result for results in study["results"].values() for result in results), None)
+    if first is not None:
+        text, machine = first["cell"]["text"], first["machine"]
+        names = {"bytes": "bytes, bits per byte", "hf": "those of a tokenizer.json"}
+        write(out / "facts.json", json.dumps({
+            "text": f"{Path(text['path']).name or text['dataset']} (SHA-256 {text['digest'][:12]}), first 90% train",
+            "tokenizer": names[text["tokenizer"]],
+            "machine": f"{machine['device']}, {machine['processes']} cells at once on {machine['threads']} threads each"}))
         everything = pd.concat([rows.assign(stage=stage) for stage, rows in frames.items()])
         write(out / "results.csv", everything.to_csv(index=False))
     grids = {STAGE_TITLES[stage]: rows for stage, rows in frames.items() if stage in STAGE_TITLES}
