@@ -1,10 +1,10 @@
 """
-The Mamba baseline: transformers' `MambaForCausalLM`, whose selective scan runs on `linear_scan` where mamba-ssm's
-kernels cannot.
+The Mamba baseline: transformers' `MambaForCausalLM`, whose selective scan runs on own loops where mamba-ssm's kernels
+cannot: on the CPU on `fused_selective_scan`, elsewhere and without numba on `linear_scan`.
 
-transformers' own torch path walks the tokens one by one over tensors of `[B, D, T, N]`. Here a chunk of tokens that
-fits the cache is scanned at a time, the chunks are chained by their states, and the backward pass computes a chunk
-anew, so that `[B, T, D N]` never exists as a whole. The values and gradients are the same.
+transformers' own torch path walks the tokens one by one over tensors of `[B, D, T, N]`, which none of these ever has. For
+`linear_scan` a chunk of tokens that fits the cache is scanned at a time, the chunks are chained by their states, and the
+backward pass computes a chunk anew. The values and gradients are the same.
 """
 
 import os
@@ -19,6 +19,8 @@ from transformers.cache_utils import Cache
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from fla_harmonic.ops.harmonic import linear_scan
+from fla_harmonic.titan.causal_conv import causal_conv_silu
+from fla_harmonic.titan.selective_scan import HAS_LOOPS, fused_selective_scan
 
 # bytes of one [B, tokens, D N] tensor of a chunk: on a CPU what its caches hold, elsewhere what keeps the device busy
 _CHUNK_BYTES = {"cpu": 2 << 20}
@@ -44,7 +46,7 @@ HAS_MAMBA_KERNELS = _has_kernels()
 
 class LinearScanMambaMixer(MambaMixer):
     """
-    `MambaMixer` on `linear_scan`; the same parameters, values and gradients.
+    `MambaMixer` on `fused_selective_scan` or `linear_scan`; the same parameters, values and gradients.
 
     With a cache, or with mamba-ssm's kernels on their device, the parent's forward runs: pass `use_cache=False` to a
     model in evaluation that needs no cache.
@@ -78,15 +80,23 @@ class LinearScanMambaMixer(MambaMixer):
             hidden_states = hidden_states * mask
         x, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
 
-        x = self.act(self.conv1d(x.transpose(1, 2))[..., :T]).transpose(1, 2)
+        is_fused = HAS_LOOPS and x.device.type == "cpu" and x.dtype != torch.float64
+        if is_fused and self.activation in ("silu", "swish"):
+            x = causal_conv_silu(x, self.conv1d.weight.squeeze(1), self.conv1d.bias)
+        else:
+            x = self.act(self.conv1d(x.transpose(1, 2))[..., :T]).transpose(1, 2)
         if mask is not None:
             x = x * mask
         dt, B, C = self.x_proj(x).split([self.time_step_rank, self.ssm_state_size, self.ssm_state_size], dim=-1)
         # the step is fp32 from here on: long timescales are small differences of it
         with torch.autocast(x.device.type, enabled=False):
-            dt = F.softplus(F.linear(dt.float(), self.dt_proj.weight.float(), self.dt_proj.bias.float()))
-            y = selective_scan(x.float(), dt, -torch.exp(self.A_log.float()), B.float(), C.float())
-            y = (y + x.float() * self.D.float()) * F.silu(gate.float())
+            v = F.linear(dt.float(), self.dt_proj.weight.float(), self.dt_proj.bias.float())
+            A = -torch.exp(self.A_log.float())
+            if is_fused:
+                y = fused_selective_scan(x, v, A, B, C, self.D, gate)
+            else:
+                y = selective_scan(x.float(), F.softplus(v), A, B.float(), C.float())
+                y = (y + x.float() * self.D.float()) * F.silu(gate.float())
         return self.out_proj(y.to(dtype))
 
 

@@ -24,12 +24,13 @@ from fla_harmonic.titan.tensor_parallel import apply_tensor_parallel
 from fla_harmonic.titan.tied import apply_fsdp_tied, is_tied
 
 # what op-selective activation checkpointing keeps: torchtitan's list and our scans (over ranks, computing one anew would
-# communicate anew). Mamba's `linear_scan` is not here: its states are 16 times as wide as the activations, and are computed
-# anew chunk by chunk
+# communicate anew). Not Mamba's convolution, which is quick, nor its `linear_scan`, whose states are 16 times as wide as the
+# activations, and are computed anew chunk by chunk
 _SAVED_OPS = {
     *_op_sac_save_list,
     torch.ops.fla_harmonic.harmonic_scan.default,
     torch.ops.fla_harmonic.cp_harmonic_scan.default,
+    torch.ops.fla_harmonic.selective_scan.default,
 }
 
 # first segment and later ones, one document and several, training and validation: seven to a dozen were seen

@@ -1,7 +1,9 @@
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import MambaConfig, MambaForCausalLM
 
+from fla_harmonic.titan import mamba
 from fla_harmonic.titan.mamba import LinearScanMambaMixer, build_mamba, selective_scan, use_linear_scan
 
 
@@ -23,9 +25,11 @@ def pair(**kwargs: object) -> tuple[MambaForCausalLM, MambaForCausalLM]:
     return reference, ours
 
 
+@pytest.mark.parametrize("path", ["fused", "linear_scan"])
 @pytest.mark.parametrize("masked", [False, True], ids=["dense", "masked"])
-@pytest.mark.parametrize("T", [1, 3, 65, 257], ids=lambda T: f"T{T}")
-def test_values_and_gradients_equal_transformers(T: int, masked: bool) -> None:
+@pytest.mark.parametrize("T", [1, 3, 63, 65, 257], ids=lambda T: f"T{T}")
+def test_values_and_gradients_equal_transformers(T: int, masked: bool, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mamba, "HAS_LOOPS", path == "fused")
     reference, ours = pair()
     tokens = torch.randint(61, (2, T))
     mask = None
@@ -89,12 +93,40 @@ def test_only_the_given_model_is_changed() -> None:
     assert sum(isinstance(m, LinearScanMambaMixer) for m in use_linear_scan(reference).modules()) == 2
 
 
-def test_low_precision_inputs_keep_an_fp32_state() -> None:
+@pytest.mark.parametrize("path", ["fused", "linear_scan"])
+def test_low_precision_inputs_keep_an_fp32_state(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mamba, "HAS_LOOPS", path == "fused")
     reference, ours = pair()
     tokens = torch.randint(61, (2, 65))
     expected = reference(tokens, use_cache=False).logits
     low = ours.bfloat16()(tokens, use_cache=False).logits
     assert (low - expected).abs().mean() < 0.05 * expected.abs().mean()
+
+
+@pytest.mark.parametrize("kwargs", [{"use_conv_bias": False}, {"hidden_act": "relu"}, {"conv_kernel": 2}], ids=str)
+def test_other_convolutions_equal_transformers(kwargs: dict[str, object]) -> None:
+    reference, ours = pair(**kwargs)
+    tokens = torch.randint(61, (2, 40))
+    expected, actual = (model(tokens, use_cache=False).logits for model in (reference, ours))
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_checkpointed_and_compiled_layers_keep_every_bit() -> None:
+    _, ours = pair()
+    hidden = torch.randn(2, 70, 24, requires_grad=True)
+    weight = torch.randn(2, 70, 24)
+    mixer = ours.backbone.layers[0].mixer
+    leaves = [hidden, *mixer.parameters()]
+    expected = mixer(hidden)
+    grads = torch.autograd.grad((expected * weight).sum(), leaves)
+    for other in (
+        lambda x: checkpoint(mixer, x, use_reentrant=False),
+        torch.compile(mixer, backend="aot_eager", fullgraph=True),
+    ):
+        y = other(hidden)
+        assert torch.equal(y, expected)
+        for a, b in zip(torch.autograd.grad((y * weight).sum(), leaves), grads, strict=True):
+            assert torch.equal(a, b)
 
 
 def test_weights_do_not_see_the_future() -> None:

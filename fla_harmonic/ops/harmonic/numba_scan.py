@@ -36,8 +36,10 @@ MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23
 
 
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
+def _compile(function: Callable[..., Any], sums: bool = False) -> Callable[..., Any]:
+    """`sums`: whether sums may be ordered anew, which those over channels need in order to vectorise."""
+    fastmath = {"contract", "nsz"} | ({"reassoc"} if sums else set())
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:
