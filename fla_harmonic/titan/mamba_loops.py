@@ -192,7 +192,7 @@ def _scan_backward(x, v, A, B, C, D, z, states, dout, dx, dv, dA, dB, dC, dD, dz
 def conv_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """`causal_conv.causal_conv_op`: outputs `[batch, T, D]`."""
     y = torch.empty(x.shape)
-    _run(_conv_forward, x, weight.t().contiguous(), bias.contiguous(), y)
+    _run(_conv_forward, x, _copied(weight.t()), _copied(bias), y)
     return y
 
 
@@ -205,7 +205,7 @@ def conv_backward(
     """Gradients of the inputs of `conv_forward`, from the gradient of its outputs."""
     batch, _, width = x.shape
     dx, dweight, dbias = torch.empty(x.shape), torch.empty(batch, weight.shape[1], width), torch.empty(batch, width)
-    _run(_conv_backward, x, weight.t().contiguous(), bias.contiguous(), dy.contiguous(), dx, dweight, dbias)
+    _run(_conv_backward, x, _copied(weight.t()), _copied(bias), dy.contiguous(), dx, dweight, dbias)
     return dx, dweight.sum(0).t().contiguous(), dbias.sum(0)
 
 
@@ -221,7 +221,7 @@ def scan_forward(
     """`selective_scan.selective_scan_op`: outputs `[batch, T, D]`, and states `[batch, chunks, N, D]`."""
     batch, T, width = x.shape
     y, states = torch.empty(x.shape), torch.empty(batch, -(-T // CHUNK), A.shape[1], width)
-    _run(_scan_forward, *_laid_out(x, v, A), B, C, D.contiguous(), z, y, states)
+    _run(_scan_forward, x.contiguous(), v.contiguous(), _copied(A.t()), B, C, _copied(D), z, y, states)
     return y, states
 
 
@@ -243,14 +243,14 @@ def scan_backward(
     # what several tasks add to is kept apart and summed in one order, whatever the number of threads
     dB, dC = (torch.empty(-(-width // CHANNELS), batch, T, N) for _ in range(2))
     dA, dD = torch.empty(batch, N, width), torch.empty(batch, width)
-    _run(_scan_backward, *_laid_out(x, v, A), B, C, D.contiguous(), z, states, dy.contiguous(),
+    _run(_scan_backward, x.contiguous(), v.contiguous(), _copied(A.t()), B, C, _copied(D), z, states, dy.contiguous(),
          dx, dv, dA, dB, dC, dD, dz)
     return dx, dv, dA.sum(0).t().contiguous(), dB.sum(0), dC.sum(0), dD.sum(0), dz
 
 
-def _laid_out(x: torch.Tensor, v: torch.Tensor, A: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # channels last; views of B, C and z, which projections leave, are read as they are
-    return x.contiguous(), v.contiguous(), A.t().contiguous()
+def _copied(parameter: torch.Tensor) -> torch.Tensor:
+    # a tensor that numpy has seen cannot be resized any more, as FSDP resizes parameters
+    return parameter.clone(memory_format=torch.contiguous_format)
 
 
 def _run(kernel: Callable[..., None], x: torch.Tensor, *others: torch.Tensor) -> None:

@@ -138,6 +138,16 @@ def test_the_convolution_equals_torch(T: int, D: int, K: int, has_bias: bool, po
         assert_close(grad, expected_grad, name)
 
 
+@pytest.mark.parametrize(("D", "N", "K"), [(6, 3, 4), (1, 1, 1)])
+def test_parameters_stay_resizable(D: int, N: int, K: int) -> None:
+    # FSDP frees and fills the storage of gathered parameters
+    tensors, weight, bias = inputs(1, 9, D, N), torch.randn(D, K), torch.randn(D)
+    parameters = [tensors[2].requires_grad_(), tensors[5].requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    fused_selective_scan(causal_conv_silu(tensors[0], weight, bias), *tensors[1:]).sum().backward()
+    for parameter in parameters:
+        assert parameter.untyped_storage().resizable()
+
+
 def test_operators_keep_the_rules_of_torch() -> None:
     tensors = [w.detach().requires_grad_() for w in inputs(2, 33, 6, 3)]
     torch.library.opcheck(selective_scan.selective_scan_op, tensors)
