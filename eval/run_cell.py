@@ -22,6 +22,7 @@ from fla_harmonic.titan.config import data_section
 from fla_harmonic.titan.data import load_split
 from fla_harmonic.titan.export import export
 from fla_harmonic.titan.mamba import HAS_MAMBA_KERNELS
+from fla_harmonic.titan.selective_scan import HAS_LOOPS
 from fla_harmonic.titan.tokenizer import build_tokenizer
 
 
@@ -93,7 +94,7 @@ def kernels(family: str) -> str:
     if family == "harmonic":
         return f"chunk_harmonic on {usable_backends(torch.empty(0, device=device))[0]}"
     if device.type == "cpu":
-        return f"selective scan on {usable_backends(torch.empty(0, device=device))[0]}"
+        return "selective_scan on numba" if HAS_LOOPS else "linear_scan on torch"
     if not HAS_MAMBA_KERNELS:
         raise RuntimeError(
             "expected Mamba on mamba-ssm's kernels, for a baseline on its slow path is none; mamba-ssm or causal-conv1d "

@@ -46,6 +46,10 @@ Variants of the debug flavor at equal parameters, each at its best of one sweep,
 are the timescales of the trained channels on the test text. The published ablation (WikiText-2, 8,192 tokens, one seed, bits
 per token) has {", ".join(f"{name} {bits}" for name, bits in published.ABLATION.items())}.
 """, ("results.csv", "timescales.json"), "ablation", ("timescales.png",)),
+    Section("audit", "Causality", """\
+Every flavor of the plugin, untrained, and models with planted leaks, which have to be caught: a shift by one token, pooling
+over four, a norm over time, one early position that reads a late one, a bidirectional layer.
+""", ("table.md",)),
     Section("length", "What context is worth", """\
 The same target tokens with more and more context, and the loss by position. What is longer than a model was trained on is
 labelled.

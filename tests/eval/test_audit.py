@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 import tyro
-from planted_leaks import MIXES, Table
 from torch import nn
 
 from eval import audit as command
+from eval import audit_all
 from eval.audit import audit, check_causal, splits
 from eval.models import FAMILIES, build
+from eval.planted_leaks import MIXES, Table
 
 FLAVORS = [f"{family}/{size}" for family, sizes in FAMILIES.items() for size in sizes if size.startswith("debug")]
 
@@ -110,3 +111,20 @@ def test_one_model_is_asked_for(args: dict) -> None:
 def test_unknown_flavor_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="harmonic/debug"):
         build("harmonic/huge")
+
+
+def test_audit_of_all_fails_for_a_flavor_that_leaks_and_for_a_leak_that_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = audit_all.Options(("harmonic/debug",), 136, tmp_path / "right")
+    audit_all.main(options)
+    assert "| harmonic/debug | yes |" in capsys.readouterr().out
+    assert len(list((tmp_path / "right" / "verdicts").iterdir())) == 1 + len(MIXES)
+    monkeypatch.setattr(audit_all, "build", lambda flavor: Table(mix="shift"))
+    # what is done is not audited again
+    audit_all.main(options)
+    with pytest.raises(SystemExit, match="harmonic/debug"):
+        audit_all.main(audit_all.Options(("harmonic/debug",), 136, tmp_path / "leaks"))
+    monkeypatch.setattr(audit_all, "MIXES", ("none",))
+    with pytest.raises(SystemExit, match="planted: none"):
+        audit_all.main(audit_all.Options((), 136, tmp_path / "missed"))

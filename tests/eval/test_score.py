@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from planted_leaks import Table
 
 from eval.audit import audit
 from eval.models import load
+from eval.planted_leaks import Table
 from eval.score import score
 from fla_harmonic.titan.data import TokenSplit
 

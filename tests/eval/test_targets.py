@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted_leaks import Table
 
+from eval.planted_leaks import Table
 from eval.targets import target_losses, windows
 from fla_harmonic import HarmonicConfig, HarmonicForCausalLM
 
