@@ -1,5 +1,6 @@
 """Models for evaluation: those of Hugging Face directories, and untrained ones by flavor."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,16 @@ def load(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     is_mamba = AutoConfig.from_pretrained(directory).model_type == "mamba"
     model: Any = load_mamba(directory) if is_mamba else AutoModelForCausalLM.from_pretrained(directory)
     return model.to(torch.float32).eval(), AutoTokenizer.from_pretrained(directory)
+
+
+def digest(directory: Path) -> str:
+    """SHA-256 of the configuration, the tokenizer and the weights in a Hugging Face directory, in hex."""
+    found = hashlib.sha256()
+    kept = ("config.json", "tokenizer.json", "tokenizer_config.json", "*.safetensors", "*.bin")
+    for file in sorted(file for pattern in kept for file in directory.glob(pattern)):
+        with file.open("rb") as stream:
+            found.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return found.hexdigest()
 
 
 def build(flavor: str) -> PreTrainedModel:

@@ -49,6 +49,29 @@ def windows(first: int, stop: int, seq_len: int, stride: int) -> Iterator[Window
 
 
 @torch.no_grad()
+def window_losses(model: PreTrainedModel, ids: torch.Tensor, scored: int) -> torch.Tensor:
+    """
+    Negative log-likelihoods, in nats, of the last tokens of windows of one length; their logits are all there at once.
+
+    Args:
+        model (PreTrainedModel):
+            A causal language model in evaluation mode.
+        ids (torch.Tensor):
+            Token ids, `[B, n + 1]`: n inputs and the target of the last.
+        scored (int):
+            Targets of a window.
+
+    Returns:
+        torch.Tensor:
+            float32 `[B, scored]`.
+    """
+    logits = model(ids[:, :-1], use_cache=False, logits_to_keep=scored).logits
+    pairs = zip(logits.flatten(0, 1).split(_LOSS_ROWS), ids[:, -scored:].flatten().split(_LOSS_ROWS), strict=True)
+    losses = [F.cross_entropy(some.float(), labels, reduction="none") for some, labels in pairs]
+    return torch.cat(losses).view(len(ids), scored)
+
+
+@torch.no_grad()
 def target_losses(
     model: PreTrainedModel,
     tokens: np.ndarray,
@@ -58,6 +81,7 @@ def target_losses(
     stride: int,
     batch_size: int = 1,
     progress: Callable[[int], None] | None = None,
+    losses_of: Callable[[PreTrainedModel, torch.Tensor, int], torch.Tensor] = window_losses,
 ) -> torch.Tensor:
     """
     Negative log-likelihoods, in nats, of the tokens `[first, stop)`; see `windows`.
@@ -73,6 +97,8 @@ def target_losses(
             Windows computed at once. Default: 1.
         progress (Callable[[int], None], Optional):
             Called with the number of targets that were done. Default: `None`.
+        losses_of (Callable):
+            How the losses of windows are computed. Default: `window_losses`.
 
     Returns:
         torch.Tensor:
@@ -90,9 +116,7 @@ def target_losses(
         rows = np.stack([tokens[window.begin:window.end + 1].astype(np.int64) for window in batch])
         ids = torch.from_numpy(rows).to(device)
         scored = batch[0].scored
-        logits = model(ids[:, :-1], use_cache=False, logits_to_keep=scored).logits
-        pairs = zip(logits.flatten(0, 1).split(_LOSS_ROWS), ids[:, -scored:].flatten().split(_LOSS_ROWS), strict=True)
-        losses += [F.cross_entropy(some.float(), labels, reduction="none").double().cpu() for some, labels in pairs]
+        losses.append(losses_of(model, ids, scored).flatten().double().cpu())
         if progress is not None:
             progress(len(batch) * scored)
     return torch.cat(losses)
