@@ -31,7 +31,7 @@ def passages(text: str, number: int | None = None, min_words: int = 40, max_word
     number = len(found) if number is None else number
     if not 1 <= number <= len(found):
         raise ValueError(
-            f"expected passages of {min_words} to {max_words} words whose last has occurred in them; the text has {len(found)}, "
+            f"expected passages of {min_words} to {max_words} words that end in one of them; the text has {len(found)}, "
             f"and {number} are wanted. Ask for fewer `examples`, or pass a longer text.")
     return [found[index * len(found) // number] for index in range(number)]
 
