@@ -28,7 +28,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 import tyro
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from lm_eval import simple_evaluate
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
@@ -104,15 +104,15 @@ def source_of(options: Options) -> Source:
         made = tuple(passages(text, options.examples))
         return Source(made, f"passages made from the test split of {Path(options.make_from).name}, not LAMBADA")
     if options.data is not None:
-        texts = [document.decode() for document in load_documents("jsonl", options.data)]
-        name = f"passages of {options.data.name}"
+        name, documents = f"passages of {options.data.name}", load_documents("jsonl", options.data)
     else:
-        texts = list(load_dataset(options.hub, options.hub_config, split="test")["text"])
         name = f"{options.hub} ({options.hub_config}), test"
-    texts = texts[:options.examples]
+        documents = load_documents("hub", options.hub, hub_config=options.hub_config, hub_split="test")
+    texts = [document.decode() for document in documents[:options.examples]]
     for number, text in enumerate(texts, start=1):
         context, _, word = text.rpartition(" ")
-        if not context.strip() or not word or word.split() != [word]:
+        # a published data set is scored as others score it: after its last space
+        if not context.strip() or not word.strip() or (options.hub is None and word.split() != [word]):
             raise ValueError(
                 f"expected passages of words parted by spaces, without a space at the end; passage {number} of {name} ends in "
                 f"{text[-40:]!r}. Strip the texts, and part the last word from the others by a space.")
