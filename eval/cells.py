@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pandas as pd
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -73,9 +73,24 @@ class Text:
     validation: int
 
 
+class Measurable(Protocol):
+    """A cell of any study, as plain as a process can be handed: everything that its numbers follow from."""
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The cell as JSON gives it back."""
+
+    @property
+    def name(self) -> str:
+        """Of its folder: readable, and different for different cells."""
+
+    def measure(self, folder: Path) -> dict[str, Any]:
+        """Its numbers. What a killed run goes on from is in `folder / "checkpoint"`, which is removed at the end."""
+
+
 @dataclass(frozen=True)
 class Cell:
-    """One run: everything that its numbers follow from."""
+    """One run of torchtitan: everything that its numbers follow from."""
 
     model: Model
     text: Text
@@ -108,8 +123,13 @@ class Cell:
         """Of its folder: readable, and different for different cells. Where the text lies does not matter."""
         record = self.record
         record["text"] |= {"path": "", "assets": ""}
-        digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:10]
-        return f"{self.model.label.replace('/', '-').replace(' ', '-')}-{self.seq_len}-seed{self.seed}-lr{self.lr:g}-{digest}"
+        return folder_name(f"{self.model.label}-{self.seq_len}-seed{self.seed}-lr{self.lr:g}", record)
+
+    def measure(self, folder: Path) -> dict[str, Any]:
+        """Trains and exports, or goes on with it, audits and scores: see `eval.run_cell`."""
+        from eval.run_cell import measure
+
+        return measure(self, folder)
 
     def arguments(self, folder: Path) -> list[str]:
         """torchtitan's command line."""
@@ -150,17 +170,30 @@ def check_cells(cells: Sequence[Cell]) -> None:
         raise ValueError(f"expected different cells; got {sorted(cell.name for cell in cells)}.")
 
 
+def folder_name(text: str, record: dict[str, Any]) -> str:
+    """A name for the folder of a record, with a text that tells people which it is."""
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:10]
+    return f"{text.replace('/', '-').replace(' ', '-')}-{digest}"
+
+
 def file_digest(file: Path) -> str:
     """SHA-256 of a file, in hex."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def run_cells(cells: Sequence[Cell], out: Path, processes: int, threads: int, title: str) -> list[dict[str, Any]]:
+def run_cells(
+    cells: Sequence[Measurable],
+    out: Path,
+    processes: int,
+    threads: int,
+    title: str,
+    module: str = "eval.run_cell",
+) -> list[dict[str, Any]]:
     """
     The results of the cells, in their order; those that are in `out` are read, the others run.
 
     Args:
-        cells (Sequence[Cell]):
+        cells (Sequence[Measurable]):
             The cells.
         out (Path):
             Folder of the study.
@@ -168,6 +201,8 @@ def run_cells(cells: Sequence[Cell], out: Path, processes: int, threads: int, ti
             Cells that run at once, and the CPU threads of each.
         title (str):
             What the progress bar says.
+        module (str):
+            What their `measure` needs; it is imported once. Default: what torchtitan's cells need.
 
     Raises:
         RuntimeError: a cell failed; the message has the end of its log.
@@ -175,7 +210,7 @@ def run_cells(cells: Sequence[Cell], out: Path, processes: int, threads: int, ti
     os.environ["OMP_NUM_THREADS"] = str(threads)
     # imports are made once, by a process that has neither threads nor a device when it forks
     context = get_context("forkserver")
-    context.set_forkserver_preload(["eval.run_cell"])
+    context.set_forkserver_preload([module])
     waiting = [cell for cell in cells if not (out / "cells" / cell.name / "result.json").is_file()]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress, ProcessPoolExecutor(processes, context, max_tasks_per_child=1) as pool:
@@ -194,8 +229,8 @@ def run_cells(cells: Sequence[Cell], out: Path, processes: int, threads: int, ti
     return [json.loads((out / "cells" / cell.name / "result.json").read_text()) for cell in cells]
 
 
-def run_cell(cell: Cell, out: Path, load: dict[str, int]) -> None:
-    """Trains, exports, audits and scores a cell in this process, and writes `result.json`; done cells are left alone."""
+def run_cell(cell: Measurable, out: Path, load: dict[str, int]) -> None:
+    """Measures a cell in this process, and writes `result.json`; done cells are left alone."""
     end_with_parent()
     folder = (out / "cells" / cell.name).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -203,11 +238,9 @@ def run_cell(cell: Cell, out: Path, load: dict[str, int]) -> None:
         if (folder / "result.json").is_file():
             return
         with redirected(folder / "log.txt"):
-            from eval.run_cell import measure
-
-            result = {"name": cell.name, "cell": cell.record, **measure(cell, folder), "machine": {**machine(), **load}}
+            result = {"name": cell.name, "cell": cell.record, **cell.measure(folder), "machine": {**machine(), **load}}
         write(folder / "result.json", json.dumps(result, indent=1))
-        # the exported model stays
+        # an exported model stays
         shutil.rmtree(folder / "checkpoint", ignore_errors=True)
 
 

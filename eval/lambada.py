@@ -37,6 +37,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.audit import check_causal
 from eval.cells import machine, write
+from eval.commands import keep_command
 from eval.models import digest, load
 from eval.passages import passages
 from eval.whole_words import WholeWords, bos_ids
@@ -256,6 +257,7 @@ def plot(records: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def main(options: Options) -> None:
+    keep_command(options.out)
     source = source_of(options)
     if options.make_from is not None:
         file = options.out / f"passages-{source.digest[:16]}.jsonl"
@@ -272,6 +274,7 @@ def main(options: Options) -> None:
         write(options.out / "lambada.csv", pd.DataFrame(flat).to_csv(index=False))
         plot(records, options.out / "lambada.png")
         files = ", ".join(str(options.out / f"lambada.{kind}") for kind in ("csv", "jsonl", "png"))
+        write(options.out / "table.md", table(records) + "\n")
         print(f"{table(records)}\n\n{files}")
 
 

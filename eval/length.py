@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 
 from eval.audit import check_causal
 from eval.cells import machine, write
+from eval.commands import keep_command
 from eval.context import Losses, buckets, is_recurrent, position_losses, window_starts
 from eval.models import digest, load
 from eval.targets import bits, target_losses
@@ -353,6 +354,7 @@ def main(options: Options, overrides: list[str]) -> None:
         raise ValueError(
             "scoring with states that start anew at each document is not supported, but data.reset_documents = true. "
             "Remedy: --data.no-reset_documents, which scores the documents as one text")
+    keep_command(options.out)
     records: list[dict[str, Any]] = []
     first: Plan | None = None
     for directory, label in zip(options.models, labels, strict=True):
@@ -369,6 +371,7 @@ def main(options: Options, overrides: list[str]) -> None:
         write(options.out / "length.jsonl", "".join(json.dumps(record) + "\n" for record in records))
     write(options.out / "length.csv", frame(records).to_csv(index=False))
     plot(records, options.out / "length.png")
+    write(options.out / "table.md", table(records) + "\n")
     print(f"{table(records)}\n\n{options.out / 'length.csv'}, {options.out / 'length.jsonl'}, {options.out / 'length.png'}")
 
 

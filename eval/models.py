@@ -1,6 +1,7 @@
 """Models for evaluation: those of Hugging Face directories, and untrained ones by flavor."""
 
 import hashlib
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from fla_harmonic import HarmonicForCausalLM
 from fla_harmonic.titan.flavors import HARMONIC, LLAMA, MAMBA
+from fla_harmonic.titan.llama import LlamaArgs
 from fla_harmonic.titan.mamba import load_mamba
 
 FAMILIES: dict[str, Any] = {"harmonic": HARMONIC, "mamba": MAMBA, "llama": LLAMA}
@@ -41,13 +43,17 @@ def digest(directory: Path) -> str:
     return found.hexdigest()
 
 
-def build(flavor: str) -> PreTrainedModel:
+def build(flavor: str, vocab_size: int | None = None, longest: int | None = None) -> PreTrainedModel:
     """
     The untrained Hugging Face model of a flavor of the torchtitan plugin, in evaluation mode.
 
     Args:
         flavor (str):
             `family/flavor`, e.g. `harmonic/debug`.
+        vocab_size (int, Optional):
+            Tokens in place of the flavor's. Default: those of the flavor.
+        longest (int, Optional):
+            Tokens of the longest sequence that the model will see, the limit of one with positions. Default: the flavor's.
 
     Raises:
         ValueError: if there is no such flavor.
@@ -56,7 +62,13 @@ def build(flavor: str) -> PreTrainedModel:
     if size not in FAMILIES.get(family, {}):
         known = [f"{name}/{size}" for name, flavors in FAMILIES.items() for size in flavors]
         raise ValueError(f"`flavor` must be one of {known}; got {flavor!r}.")
-    return FAMILIES[family][size].build_hf().eval()
+    # torchtitan's arguments are changed as a run changes them, in place: the flavor stays as it is
+    args = deepcopy(FAMILIES[family][size])
+    if isinstance(args, LlamaArgs):
+        args.vocab_size, args.max_seq_len = vocab_size or args.vocab_size, longest or args.max_seq_len
+    elif vocab_size is not None:
+        args.overrides["vocab_size"] = vocab_size
+    return args.build_hf().eval()
 
 
 def load_recurrent(directory: Path) -> HarmonicForCausalLM:
