@@ -252,7 +252,7 @@ def test_a_study_has_its_files_and_runs_what_is_missing_alone(tmp_path: Path) ->
     assert "| 0 tokens between in 64 | 100 tokens between in 107 (beyond trained length) |" in text
     assert "| chance | 0.001 | 0.001 |" in text
     assert "| queries a seed | 8 | 8 |" in text
-    assert (tmp_path / "recall.md").read_text() == text + "\n"
+    assert (tmp_path / "table.md").read_text() == text + "\n"
     assert (tmp_path / "recall.png").stat().st_size > 0
 
     # killed before it was written
