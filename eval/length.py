@@ -241,7 +241,8 @@ def run(directory: Path, label: str, plan: Plan, split: TokenSplit, options: Opt
                 write(files[cell], json.dumps(
                     {"cell": asdict(cell), **result, "seconds": seconds, "audit": asdict(verdict), "machine": machine()}))
     return [
-        {"model": label, "directory": str(directory), **json.loads(file.read_text()), "trained_length": trained}
+        {"model": label, "type": model.config.model_type, "directory": str(directory), **json.loads(file.read_text()),
+         "trained_length": trained}
         for file in files.values()
     ]
 
@@ -254,7 +255,7 @@ def frame(records: Sequence[dict[str, Any]]) -> pd.DataFrame:
     rows = []
     for record in records:
         cell, trained = record["cell"], record["trained_length"]
-        row = {"model": record["model"], "directory": record["directory"], "kind": cell["kind"], "trained_length": trained,
+        row = {**{key: record[key] for key in ("model", "type", "directory")}, "kind": cell["kind"], "trained_length": trained,
                "stride": cell["stride"], "causal": not record["audit"]["failure"]}
         if cell["kind"] == "context":
             found = [{"context_from": cell["length"] - cell["stride"] + 1, "context_to": cell["length"],
@@ -266,7 +267,7 @@ def frame(records: Sequence[dict[str, Any]]) -> pd.DataFrame:
         for more in found:
             label = UNKNOWN if trained is None else BEYOND if more["context_to"] > trained else ""
             rows.append({**row, **more, "label": label})
-    columns = ["model", "directory", "kind", "context_from", "context_to", "targets", "stride", "bits_per_token",
+    columns = ["model", "type", "directory", "kind", "context_from", "context_to", "targets", "stride", "bits_per_token",
                "bits_per_byte", "trained_length", "label", "causal"]
     return pd.DataFrame(rows, columns=columns)
 
