@@ -47,15 +47,25 @@ STUDIES: dict[str, dict[str, tuple[str, ...]]] = {
         "gates as MLPs": ("gate_ratio=1",),
     },
     "search": {
+        "paper's ranges, confined": ("timescale_mode=bounded",),
         "stack": (),
         "convolution": ("use_short_conv=true",),
-        "low-rank gates": ("gate_rank=16",),
-        "low-rank gates, convolution": ("gate_rank=16", "use_short_conv=true"),
-        "twice as wide, low-rank gates": ("expand_ratio=2", "gate_rank=16"),
-        "twice as wide, low-rank gates, convolution": ("expand_ratio=2", "gate_rank=16", "use_short_conv=true"),
+        "wider weights": ("initializer_range=0.06",),
+        "convolution, wider weights": ("use_short_conv=true", "initializer_range=0.06"),
+        "twice as wide, low-rank maps, convolution, wider weights": (
+            "expand_ratio=2", "gate_rank=16", "use_short_conv=true", "initializer_range=0.06"),
+        "low-rank maps, convolution, wider weights, 3 blocks": (
+            "gate_rank=48", "use_short_conv=true", "initializer_range=0.06", "num_hidden_layers=3"),
+        "convolution, wider weights, fast": (
+            "use_short_conv=true", "initializer_range=0.06", "timescales=[[1.02,1.5],[1.5,8],[8,200]]"),
+        "convolution, wider weights, fast, 3 blocks": (
+            "use_short_conv=true", "initializer_range=0.06", "timescales=[[1.02,1.5],[1.5,8],[8,200]]", "num_hidden_layers=3"),
+        "convolution, wider weights, fast, 4 blocks, no prediction error": (
+            "use_short_conv=true", "initializer_range=0.06", "timescales=[[1.02,1.5],[1.5,8],[8,200]]", "num_hidden_layers=4",
+            "use_prediction_error=false"),
     },
 }
-# channels and tokens of a timescale histogram
+# of a timescale histogram
 _TAU_TOKENS = 4096
 
 

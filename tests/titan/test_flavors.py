@@ -25,8 +25,8 @@ GPT2 = 50257
 
 
 def flavors_of(size: str) -> dict[str, int]:
-    """Parameters of all flavors of a size: the paper's shape, the stack, Mamba and Llama."""
-    names = {"paper": ("harmonic", size), "stack": ("harmonic", f"{size}-stack"),
+    """Parameters of all flavors of a size: the paper's shape, the stack, the best blocks, Mamba and Llama."""
+    names = {"paper": ("harmonic", size), "stack": ("harmonic", f"{size}-stack"), "best": ("harmonic", f"{size}-best"),
              "mamba": ("mamba", size), "llama": ("llama", size)}
     if size == "debug":
         names |= {"paper": ("harmonic", "debug-paper"), "stack": ("harmonic", "debug")}
@@ -58,7 +58,8 @@ def test_the_papers_sizes_are_exact(size: str, expected: tuple[int, bool]) -> No
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_family_ties_what_the_papers_layer_ties(size: str) -> None:
-    for family, flavor in [("harmonic", size), ("harmonic", f"{size}-stack"), ("mamba", size), ("llama", size)]:
+    for family, flavor in [("harmonic", size), ("harmonic", f"{size}-stack"), ("harmonic", f"{size}-best"),
+                           ("mamba", size), ("llama", size)]:
         args: Any = get_train_spec(family).model_args[flavor]
         assert args.vocab_size == GPT2
         assert args.hf_config().tie_word_embeddings == SIZES[size].tied
@@ -72,12 +73,14 @@ def test_shapes_suit_the_hardware(size: flavors.Size) -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_the_stacks_mlp_is_the_widest_below_the_papers_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mlps_of_blocks_are_the_widest_below_the_papers_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     size = SIZES[name]
-    wider = dataclasses.replace(size, stack_mlp=size.stack_mlp + 16)
-    monkeypatch.setitem(flavors.HARMONIC, "wider", wider.stack())
+    wider = dataclasses.replace(size, stack_mlp=size.stack_mlp + 16, best_mlp=size.best_mlp + 8)
+    monkeypatch.setitem(flavors.HARMONIC, "wider-stack", wider.stack())
+    monkeypatch.setitem(flavors.HARMONIC, "wider-best", wider.best())
     paper = count_parameters("harmonic", name)
-    assert count_parameters("harmonic", f"{name}-stack") <= paper < count_parameters("harmonic", "wider")
+    for shape in ("stack", "best"):
+        assert count_parameters("harmonic", f"{name}-{shape}") <= paper < count_parameters("harmonic", f"wider-{shape}")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
