@@ -15,8 +15,8 @@ GPT-2's vocabulary.
 | 112M | 864 | untied | 112,245,696 | 112,244,832 | 112,202,496 | 110,652,480 | 112,231,008 |
 
 Harmonic's flavor of a size is the paper's layer, with `-stack` the stack, and with `-best` what a search at the size of
-`debug` found to learn most from a small budget (`docs/results.md`); `debug` is the stack, `debug-paper` the layer, `debug-best`
-the best. The paper's models of its table have its widths and tables; of its runs at about 100M parameters no shape is
+`debug` found to learn most from a small budget (`docs/results.md`); `debug` is the stack, `debug-paper` the layer,
+`debug-best` the best. The paper's models of its table have its widths and tables; of its runs at about 100M parameters no shape is
 published: 112M has the tables of 28M, which every kind of parallelism can split.
 """
 
