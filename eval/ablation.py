@@ -50,19 +50,16 @@ STUDIES: dict[str, dict[str, tuple[str, ...]]] = {
         "paper's ranges, confined": ("timescale_mode=bounded",),
         "stack": (),
         "convolution": ("use_short_conv=true",),
-        "wider weights": ("initializer_range=0.06",),
         "convolution, wider weights": ("use_short_conv=true", "initializer_range=0.06"),
         "twice as wide, low-rank maps, convolution, wider weights": (
             "expand_ratio=2", "gate_rank=16", "use_short_conv=true", "initializer_range=0.06"),
-        "low-rank maps, convolution, wider weights, 3 blocks": (
-            "gate_rank=48", "use_short_conv=true", "initializer_range=0.06", "num_hidden_layers=3"),
         "convolution, wider weights, fast": (
-            "use_short_conv=true", "initializer_range=0.06", "timescales=[[1.02,1.5],[1.5,8],[8,200]]"),
+            "use_short_conv=true", "initializer_range=0.06", "timescales=[[1.01,1.2],[1.2,8],[8,1000]]"),
+        # the flavor debug-best
         "convolution, wider weights, fast, 3 blocks": (
-            "use_short_conv=true", "initializer_range=0.06", "timescales=[[1.02,1.5],[1.5,8],[8,200]]", "num_hidden_layers=3"),
-        "convolution, wider weights, fast, 4 blocks, no prediction error": (
-            "use_short_conv=true", "initializer_range=0.06", "timescales=[[1.02,1.5],[1.5,8],[8,200]]", "num_hidden_layers=4",
-            "use_prediction_error=false"),
+            "use_short_conv=true", "initializer_range=0.06", "timescales=[[1.01,1.2],[1.2,8],[8,1000]]", "num_hidden_layers=3"),
+        "convolution, wider weights, all levels fast, 3 blocks": (
+            "use_short_conv=true", "initializer_range=0.06", "timescales=[[1.01,1.2],[1.2,4],[4,100]]", "num_hidden_layers=3"),
     },
 }
 # of a timescale histogram
@@ -112,7 +109,7 @@ class Options:
     step_tokens: int = 4096
     """Tokens of an optimizer step."""
 
-    lrs: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
+    lrs: tuple[float, ...] = (3e-3, 6e-3)
     """Learning rates of the sweep; the first is the shared one."""
 
     test: int = 32768

@@ -54,8 +54,8 @@ PRESETS = {
         dataset="novels", tokenizer="bytes", test=32768, validation=16384, processes=2,
     ),
     "cpu-small": Preset(
-        models=("harmonic/debug", "harmonic/debug-best", "mamba/debug", "llama/debug"), seq_lens=(1024, 2048, 4096, 8192),
-        seeds=(0, 1, 2), tokens=48 * 8192, step_tokens=8192, lrs=(1.5e-3, 3e-3, 6e-3, 1.2e-2), shared_lr=3e-3,
+        models=("harmonic/debug-best", "mamba/debug", "llama/debug"), seq_lens=(1024, 2048, 4096, 8192),
+        seeds=(0, 1, 2), tokens=32 * 8192, step_tokens=8192, lrs=(3e-3, 6e-3, 1.2e-2), shared_lr=3e-3,
         sweep_seq_len=2048, config_file="titan_configs/harmonic_debug.toml", dataset="text", tokenizer="bytes",
         test=32768, validation=16384, processes=2,
     ),

@@ -16,8 +16,8 @@ GPT-2's vocabulary.
 
 Harmonic's flavor of a size is the paper's layer, with `-stack` the stack, and with `-best` what a search at the size of
 `debug` found to learn most from a small budget (`docs/results.md`); `debug` is the stack, `debug-paper` the layer,
-`debug-best` the best. The paper's models of its table have its widths and tables; of its runs at about 100M parameters no shape is
-published: 112M has the tables of 28M, which every kind of parallelism can split.
+`debug-best` the best. The paper's models of its table have its widths and tables; of its runs at about 100M parameters no
+shape is published: 112M has the tables of 28M, which every kind of parallelism can split.
 """
 
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ class Size:
             vocab_size=self.vocab_size,
             intermediate_size=self.best_mlp,
             num_hidden_layers=3,
-            timescales=((1.02, 1.5), (1.5, 8), (8, 200)),
+            timescales=((1.01, 1.2), (1.2, 8), (8, 1000)),
             timescale_mode="init",
             use_short_conv=True,
             # 0.06 at the width of the search, and the same size of a map's outputs at the others
