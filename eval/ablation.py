@@ -57,9 +57,11 @@ STUDIES: dict[str, dict[str, tuple[str, ...]]] = {
             "use_short_conv=true", "initializer_range=0.06", "timescales=[[1.01,1.2],[1.2,8],[8,1000]]"),
         # the flavor debug-best
         "convolution, wider weights, fast, 3 blocks": (
-            "use_short_conv=true", "initializer_range=0.06", "timescales=[[1.01,1.2],[1.2,8],[8,1000]]", "num_hidden_layers=3"),
+            "use_short_conv=true", "initializer_range=0.06", "timescales=[[1.01,1.2],[1.2,8],[8,1000]]",
+            "num_hidden_layers=3"),
         "convolution, wider weights, all levels fast, 3 blocks": (
-            "use_short_conv=true", "initializer_range=0.06", "timescales=[[1.01,1.2],[1.2,4],[4,100]]", "num_hidden_layers=3"),
+            "use_short_conv=true", "initializer_range=0.06", "timescales=[[1.01,1.2],[1.2,4],[4,100]]",
+            "num_hidden_layers=3"),
     },
 }
 # of a timescale histogram
