@@ -245,8 +245,10 @@ def _table(task: str, rows: pd.DataFrame) -> str:
             texts.append(f"{found.mean():.3f} ({found.min():.3f} to {found.max():.3f})")
         first = mine.iloc[0]
         lines.append(f"| {model} ({first['parameters']:,} parameters, learning rate {first['lr']:g}) | {' | '.join(texts)} |")
+    # of one who knows what may be the answer, but not which
     lines.append("| chance | " + " | ".join(f"{chance:.3f}" for chance in sizes["chance"]) + " |")
     lines.append("| queries a seed | " + " | ".join(f"{queries:,}" for queries in sizes["queries"]) + " |")
+    lines.append(f"\nTrained on {rows['tokens'].iloc[0]:,} tokens each, {rows['seed'].nunique()} seeds.")
     return "\n".join(lines)
 
 
@@ -296,7 +298,8 @@ def main(options: Options) -> None:
     text = table(records)
     write(options.out / "table.md", text + "\n")
     plot(records, options.out / "recall.png")
-    print("\n".join([text, "", *(str(options.out / f"recall.{kind}") for kind in ("csv", "jsonl", "png"))]))
+    names = ("table.md", "recall.csv", "recall.jsonl", "recall.png")
+    print(f"{text}\n\n{', '.join(str(options.out / name) for name in names)}")
 
 
 if __name__ == "__main__":
