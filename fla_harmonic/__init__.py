@@ -7,8 +7,12 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "Triton is not supported on current platform")
     import fla.utils  # noqa: F401
 
+from fla_harmonic.hallamonic import HallamonicConfig, HallamonicForCausalLM, HallamonicModel
 from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.models import HarmonicConfig, HarmonicForCausalLM, HarmonicModel
 from fla_harmonic.version import __version__
 
-__all__ = ["HarmonicAttention", "HarmonicConfig", "HarmonicForCausalLM", "HarmonicModel", "__version__"]
+__all__ = [
+    "HallamonicConfig", "HallamonicForCausalLM", "HallamonicModel", "HarmonicAttention", "HarmonicConfig",
+    "HarmonicForCausalLM", "HarmonicModel", "__version__",
+]

@@ -1,0 +1,259 @@
+"""Conversion of a pretrained model's directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from fla_harmonic.hallamonic.attention_init import init_from_attention
+from fla_harmonic.hallamonic.configuration_hallamonic import HallamonicConfig
+from fla_harmonic.hallamonic.families import family, head_size
+from fla_harmonic.hallamonic.modeling_hallamonic import HallamonicForCausalLM, HarmonicMixer
+from fla_harmonic.layers.harmonic import TIMESCALES
+
+RECORD = "conversion.json"
+
+
+@dataclass
+class Convert:
+    """Write a Hugging Face directory of a pretrained model some of whose attention layers are Harmonic layers."""
+
+    model: str
+    """Directory, or name on the hub, of a pretrained Llama, Mistral or Qwen2."""
+
+    out: Path
+    """The directory to write."""
+
+    layers: str = "all"
+    """The layers to replace: all, none, or numbers and ranges such as 0,2,4-10."""
+
+    init: Literal["attention", "random"] = "attention"
+    """Begin as moving averages of the attention's values, or at random."""
+
+    expand_ratio: float | None = None
+    """Channels of a level over the hidden size. Default: as many as the attention's heads have."""
+
+    gate_rank: int | None = None
+    """Rank of the maps to a level's gate and input. Default: the number of values of a token, where grouped queries make that
+    less than half of the hidden size, else linear maps."""
+
+    timescales: tuple[tuple[float, float], ...] = TIMESCALES
+    """Range of each level, in tokens."""
+
+    timescale_mode: Literal["bounded", "init"] = "bounded"
+    """Whether timescales stay in their range, or only begin there."""
+
+    seed: int = 0
+    """Seed of what begins at random."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A converted model, and what is new in it."""
+
+    model: HallamonicForCausalLM
+    """The model, in the source's dtype."""
+
+    new: dict[str, tuple[int, ...]]
+    """Names and shapes of the parameters that the source does not have."""
+
+    dropped: tuple[str, ...]
+    """Names of the source's parameters that are gone: those of the replaced attention layers."""
+
+    untouched: int
+    """Parameters that are the source's, bit for bit."""
+
+
+def parse_layers(layers: str, count: int) -> list[int]:
+    """
+    Layer numbers of `all`, `none`, or a list such as `0,2,4-10`.
+
+    Raises:
+        ValueError: for anything else, or a layer that the model does not have.
+    """
+    if layers in ("all", "none"):
+        return list(range(count)) if layers == "all" else []
+    found: set[int] = set()
+    for part in layers.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if match is None or int(match[1]) > int(match[2] or match[1]):
+            raise ValueError(f"`layers` must be all, none, or numbers and rising ranges such as 0,2,4-10; got {layers!r}.")
+        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if max(found) >= count:
+        raise ValueError(f"`layers` must be among the model's {count}, 0 to {count - 1}; got {max(found)} in {layers!r}.")
+    return sorted(found)
+
+
+def layer_options(
+    source: PreTrainedConfig,
+    expand_ratio: float | None = None,
+    gate_rank: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """
+    Options of the Harmonic layers of a converted model, without an output gate, which cannot begin as attention.
+
+    Args:
+        source (PreTrainedConfig):
+            Configuration of the pretrained model.
+        expand_ratio (float, Optional):
+            Channels of a level over the hidden size. Default: as many channels as the attention's heads have.
+        gate_rank (int, Optional):
+            Rank of the maps to gate and input. Default: the number of values of a token, where that is less than half of the
+            hidden size, else linear maps.
+        **options:
+            Other options of `HarmonicAttention`.
+    """
+    values = head_size(source) * source.num_key_value_heads
+    if expand_ratio is None:
+        expand_ratio = head_size(source) * source.num_attention_heads / source.hidden_size
+    if gate_rank is None and 2 * values < source.hidden_size:
+        gate_rank = values
+    return {"expand_ratio": expand_ratio, "gate_rank": gate_rank, "use_output_gate": False, **options}
+
+
+def load_source(model: str) -> tuple[PreTrainedConfig, PreTrainedModel]:
+    """
+    A pretrained model, in the dtype of its files.
+
+    Raises:
+        FileNotFoundError: the directory has no config.json, or no weights.
+        ValueError: the model is of a family that cannot be converted.
+    """
+    path = Path(model)
+    if path.is_dir():
+        weights = [file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
+        if not (path / "config.json").is_file() or not weights:
+            raise FileNotFoundError(
+                f"expected a Hugging Face directory with config.json and weights (*.safetensors or *.bin) at {path}; "
+                f"{'weights' if (path / 'config.json').is_file() else 'config.json'} missing. Download the whole model, or "
+                "pass the directory that `save_pretrained` wrote.")
+    config = AutoConfig.from_pretrained(model)
+    family(config.model_type)
+    return config, AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+
+
+def convert_model(
+    source: PreTrainedModel,
+    layers: list[int],
+    init: str = "attention",
+    options: dict[str, Any] | None = None,
+) -> Conversion:
+    """
+    Replaces attention layers of a pretrained model.
+
+    Args:
+        source (PreTrainedModel):
+            The pretrained causal language model, which stays as it is.
+        layers (list[int]):
+            Indices of the layers to replace.
+        init (str):
+            `"attention"` (see `init_from_attention`) or `"random"`. Default: `"attention"`.
+        options (dict[str, Any], Optional):
+            Options of the Harmonic layers. Default: those of `layer_options`.
+
+    Raises:
+        ValueError: for another family, layer or init, or options with which a layer cannot begin as attention.
+    """
+    if init not in ("attention", "random"):
+        raise ValueError(f"`init` must be 'attention' or 'random'; got {init!r}.")
+    kind = family(source.config.model_type)
+    options = layer_options(source.config) if options is None else options
+    config = HallamonicConfig(source.config, layers, options, dtype=source.dtype)
+    model = cast(Any, HallamonicForCausalLM(config)).to(source.dtype)
+    tensors, own = source.state_dict(), model.state_dict()
+    dropped = tuple(name for name in tensors if name not in own)
+    new = {name: tuple(tensor.shape) for name, tensor in own.items() if name not in tensors}
+    model.load_state_dict({name: tensor for name, tensor in tensors.items() if name in own}, strict=False)
+    model.tie_weights()
+    for index in layers:
+        attention = kind.attention(source.get_decoder().layers[index], source.config)
+        mixer = model.model.layers[index].self_attn
+        assert isinstance(mixer, HarmonicMixer)
+        if init == "attention":
+            init_from_attention(mixer.harmonic, attention)
+            if mixer.bias is not None and attention.output_bias is not None:
+                with torch.no_grad():
+                    mixer.bias.copy_(attention.output_bias)
+    if source.generation_config is not None:
+        model.generation_config = source.generation_config
+    untouched = sum(parameter.numel() for name, parameter in model.named_parameters() if name in tensors)
+    return Conversion(model.eval(), new, dropped, untouched)
+
+
+def describe(conversion: Conversion) -> str:
+    """The new parameters, those of the same name and shape in several layers in one line, and the number of the others."""
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
+    for name, shape in conversion.new.items():
+        _, layer, rest = re.split(r"\blayers\.(\d+)\.", name, maxsplit=1)
+        groups[rest, shape].append(int(layer))
+    lines, total = [], 0
+    for (rest, shape), layers in groups.items():
+        count = len(layers) * torch.Size(shape).numel()
+        total += count
+        lines.append(f"  layers {_ranges(layers)}: {rest} {list(shape)}: {count:,}")
+    names = f"{len(conversion.new)} tensors"
+    return "\n".join([f"new: {total:,} parameters in {names}", *lines, f"untouched: {conversion.untouched:,} parameters",
+                      f"gone: {len(conversion.dropped)} tensors of the replaced attention layers"])
+
+
+def _ranges(numbers: list[int]) -> str:
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def convert(options: Convert) -> None:
+    """
+    Writes the directory; one that is there already from the same options is left.
+
+    Raises:
+        FileExistsError: `out` has other content.
+        FileNotFoundError, ValueError: see `load_source`, `parse_layers` and `convert_model`.
+    """
+    record = json.loads(json.dumps({**asdict(options), "out": None}, default=str))
+    if _finished(options.out, record):
+        print(f"{options.out} is there already, from the same options")
+        return
+    logging.disable_progress_bar()
+    print(f"loading {options.model}", flush=True)
+    config, source = load_source(options.model)
+    layers = parse_layers(options.layers, config.num_hidden_layers)
+    torch.manual_seed(options.seed)
+    conversion = convert_model(source, layers, options.init, layer_options(
+        config, options.expand_ratio, options.gate_rank, timescales=options.timescales, timescale_mode=options.timescale_mode))
+    print(describe(conversion), flush=True)
+
+    # beside the target, and renamed when it is whole
+    draft = options.out.with_name(options.out.name + ".draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    conversion.model.save_pretrained(draft)
+    AutoTokenizer.from_pretrained(options.model).save_pretrained(draft)
+    (draft / RECORD).write_text(json.dumps(record, indent=1))
+    os.replace(draft, options.out)
+    print(f"wrote {options.out}")
+
+
+def _finished(out: Path, record: dict[str, Any]) -> bool:
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    written = out / RECORD
+    if written.is_file() and json.loads(written.read_text()) == record:
+        return True
+    raise FileExistsError(
+        f"expected no directory, an empty one, or one from the same options at {out}; it has other content. Remove it, or "
+        "pass another `--out`.")

@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+from fla.models.cache_utils import FLALayer
+from transformers import MODEL_MAPPING, DynamicCache, PreTrainedModel
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from fla_harmonic.hallamonic.configuration_hallamonic import HallamonicConfig
+from fla_harmonic.hallamonic.families import family
+from fla_harmonic.layers import HarmonicAttention
+from fla_harmonic.layers.harmonic import Timescale
+from fla_harmonic.models.harmonic.packing import document_borders, labels_within_documents
+from fla_harmonic.modules import padding_mask
+
+
+class LayerStates:
+    """
+    One layer of transformers' cache, as a layer of fla sees a whole cache.
+
+    Args:
+        cache (DynamicCache):
+            transformers' cache; an empty layer of it at `layer_idx` is replaced by one that holds states.
+        layer_idx (int):
+            Index of the layer.
+
+    Raises:
+        ValueError: for a cache of another kind, or one in which the layer is an attention layer's.
+    """
+
+    def __init__(self, cache: DynamicCache, layer_idx: int) -> None:
+        if not isinstance(cache, DynamicCache):
+            raise ValueError(
+                f"`past_key_values` must be transformers' DynamicCache; got {type(cache).__name__}. Leave it (and "
+                "`cache_implementation`) out, or pass `DynamicCache()`.")
+        while len(cache.layers) <= layer_idx:
+            cache.layers.append(FLALayer())
+        layer: Any = cache.layers[layer_idx]
+        if not isinstance(layer, FLALayer):
+            if layer.get_seq_length():
+                raise ValueError(
+                    f"`past_key_values` must hold states of Harmonic in layer {layer_idx}; got keys and values of "
+                    f"{layer.get_seq_length()} tokens. Pass a cache that this model made, or an empty one.")
+            layer = cache.layers[layer_idx] = FLALayer()
+        self.layer = layer
+        self.layer_idx = layer_idx
+
+    def __len__(self) -> int:
+        return self.layer_idx + 1
+
+    def __getitem__(self, layer_idx: int) -> dict[str, Any] | None:
+        return self.layer.state
+
+    def update(self, layer_idx: int, **states: Any) -> dict[str, Any]:
+        return self.layer.update(**states)
+
+
+class HarmonicMixer(nn.Module):
+    """
+    A Harmonic layer in the place of a decoder layer's `self_attn`.
+
+    Args:
+        config (HallamonicConfig):
+            Configuration of the model.
+        layer_idx (int):
+            Index of the layer.
+    """
+
+    def __init__(self, config: HallamonicConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.harmonic = config.harmonic_attention(layer_idx)
+        self.bias = None
+        if family(config.source.model_type).has_output_bias(config.source):
+            self.bias = nn.Parameter(torch.zeros(config.hidden_size))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: DynamicCache | None = None,
+        past_key_values: DynamicCache | None = None,
+        padding_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """
+        Args:
+            hidden_states (torch.Tensor):
+                Inputs of shape `[B, T, hidden_size]`.
+            cache, past_key_values (DynamicCache, Optional):
+                transformers' cache, under its new or its old name. Default: `None`.
+            padding_mask (torch.Tensor, Optional):
+                0/1 mask of shape `[B, S]`, S >= T. Default: `None`.
+            cu_seqlens (torch.Tensor, Optional):
+                Borders of packed documents, `[N + 1]`. Default: `None`.
+            position_embeddings, attention_mask, **kwargs:
+                What attention layers need: unused.
+
+        Returns:
+            o (torch.Tensor):
+                Outputs of shape `[B, T, hidden_size]`.
+            None:
+                No attentions.
+        """
+        past = past_key_values if cache is None else cache
+        states = None if past is None else LayerStates(past, self.layer_idx)
+        o, _, _ = self.harmonic(
+            hidden_states, attention_mask=padding_mask, past_key_values=cast(Any, states), cu_seqlens=cu_seqlens)
+        return (o if self.bias is None else o + self.bias), None
+
+
+class NoPositions(nn.Module):
+    """In the place of the rotary embedding, of which Harmonic layers need nothing."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> None:
+        return None
+
+
+class HallamonicPreTrainedModel(PreTrainedModel):
+
+    config_class = HallamonicConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def initialize_weights(self) -> None:
+        # the source's class initialises what is within it, and does not know these
+        for module in self.modules():
+            if isinstance(module, Timescale) and not getattr(module, "_is_hf_initialized", False):
+                module.reset_parameters()
+        super().initialize_weights()
+
+    @property
+    def state_size(self) -> int:
+        """
+        Numbers that the Harmonic layers remember of a sequence, whatever its length. What attention layers remember, keys and
+        values of every token, is not counted.
+        """
+        return sum(module.state_size() for module in self.modules() if isinstance(module, HarmonicAttention))
+
+
+class HallamonicModel(HallamonicPreTrainedModel):
+    """
+    The source's own decoder, `model`, in which Harmonic layers are in the place of some layers' `self_attn`. All other
+    parameters have the names of the source's causal language model.
+    """
+
+    def __init__(self, config: HallamonicConfig) -> None:
+        super().__init__(config)
+        self.model: Any = cast(Any, MODEL_MAPPING[type(config.source)])(config.source)
+        for layer_idx in config.harmonic_layers:
+            self.model.layers[layer_idx].self_attn = HarmonicMixer(config, layer_idx)
+        if config.all_harmonic:
+            self.model.rotary_emb = NoPositions()
+        # "cache" since transformers renamed it
+        self._cache_name = "cache" if "cache" in signature(type(self.model).forward).parameters else "past_key_values"
+        # a state cannot go back by a token
+        self._is_stateful = bool(config.harmonic_layers)
+        if type(self) is HallamonicModel:
+            self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        cache: DynamicCache | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """
+        The source's arguments.
+
+        Args:
+            attention_mask (torch.Tensor, Optional):
+                0/1 mask of shape `[B, S]`, S >= T, whose last T columns belong to the inputs: states pass masked tokens
+                unchanged. Default: `None`.
+            past_key_values, cache (DynamicCache, Optional):
+                transformers' cache: keys and values of attention layers, states of Harmonic layers. Default: `None`.
+            cu_seqlens, position_ids, seq_idx, cu_seq_lens_q, cu_seq_lens_k (torch.Tensor, Optional):
+                In `kwargs`: documents of a packed row, see `document_borders`. They win over a mask.
+
+        Raises:
+            ValueError: for impossible masks or borders, and for packed documents with a cache where attention layers are left.
+        """
+        past = past_key_values if cache is None else cache
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        if inputs is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("expected either `input_ids` or `inputs_embeds`; got both or neither. Pass one of them.")
+        B, T = inputs.shape[:2]
+        past_tokens = 0 if past is None else past.get_seq_length()
+        # attention layers by themselves take masks of other kinds too
+        padded = self.config.harmonic_layers or (isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2)
+        position_ids = kwargs.get("position_ids")
+        cu_seqlens = document_borders(kwargs, B, T, attention_mask if padded else None, past_tokens)
+        if cu_seqlens is not None:
+            if past is not None and not self.config.all_harmonic:
+                raise ValueError(
+                    "attention layers keep no cache of packed documents; got both. Pass `use_cache=False`, or the documents "
+                    "as rows of a padded batch.")
+            attention_mask, position_ids = None, _positions(cu_seqlens, T)
+            if past is None:
+                kwargs["use_cache"] = False
+            kwargs["cu_seqlens"] = cu_seqlens
+        elif self.config.harmonic_layers and attention_mask is not None:
+            kwargs["padding_mask"] = padding_mask(attention_mask, B, T)
+        if self.config.all_harmonic:
+            # a mask of four dimensions is taken as it is: none of [T, S] is made, which no layer reads
+            attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=inputs.device)
+        return self.model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
+            **{self._cache_name: past}, **kwargs)
+
+
+class HallamonicForCausalLM(HallamonicModel, GenerationMixin):
+    """
+    A pretrained causal language model some of whose attention layers are Harmonic layers.
+
+    Examples::
+        >>> import fla_harmonic
+        >>> model = AutoModelForCausalLM.from_pretrained(directory)     # that `fla_harmonic.hallamonic convert` wrote
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: HallamonicConfig) -> None:
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        cache: DynamicCache | None = None,
+        labels: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        num_items_in_batch: int | torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """
+        The arguments of `HallamonicModel`, and those of the loss.
+
+        Args:
+            labels (torch.Tensor, Optional):
+                Token ids of shape `[B, T]`, the inputs themselves; each is the target of the token before it. The first
+                token of a packed document is nobody's target, and pads are neither target nor scored. -100 leaves out more.
+                Default: no loss.
+            logits_to_keep (int | torch.Tensor):
+                Number of last positions, or indices, whose logits are wanted; 0 for all. Default: 0.
+            num_items_in_batch (int | torch.Tensor, Optional):
+                Divisor of the summed loss. Default: the number of targets.
+        """
+        if labels is not None:
+            inputs = input_ids if inputs_embeds is None else inputs_embeds
+            labels = self._targets(labels, inputs, attention_mask, past_key_values if cache is None else cache, dict(kwargs))
+        outputs = super().forward(input_ids, attention_mask, inputs_embeds, past_key_values, cache, **kwargs)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(cast(torch.Tensor, outputs.last_hidden_state)[:, kept, :])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions,
+            **{self._cache_name: outputs.get(self._cache_name)})
+
+    @staticmethod
+    def _targets(
+        labels: torch.Tensor,
+        inputs: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        past: DynamicCache | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        if inputs is None:
+            return labels
+        B, T = inputs.shape[:2]
+        if attention_mask is not None and attention_mask.ndim != 2:
+            attention_mask = None
+        cu_seqlens = document_borders(options, B, T, attention_mask, 0 if past is None else past.get_seq_length())
+        return labels_within_documents(labels, B, T, attention_mask, cu_seqlens, -100)
+
+
+def _positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Positions of the tokens in their documents, `[1, T]`."""
+    position = torch.arange(tokens, device=cu_seqlens.device)
+    document = torch.bucketize(position, cu_seqlens, right=True) - 1
+    return (position - cu_seqlens[document]).unsqueeze(0)
