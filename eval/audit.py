@@ -6,7 +6,7 @@ Four checks, of which a model that reads the future fails at least one:
 - Tokens after a split are replaced: the logits before it stay (splits around every border of chunks and blocks).
 - The gradient of the logits before a split with respect to the embeddings after it is exactly zero.
 - On uniformly random tokens no causal model can be below log2(V) bits a token.
-- Documents packed into one row do not see one another (models of fla's kind, which know `cu_seqlens`).
+- Documents packed into one row do not see one another (models of fla's kind and converted ones, which know `cu_seqlens`).
 
 Exit status 1 and the first offending position if one fails. Every command that reports a score runs this first.
 """
@@ -25,6 +25,7 @@ from fla.models.utils import FLAGenerationMixin
 from torch import nn
 
 from eval.models import build, load
+from fla_harmonic import HallamonicForCausalLM
 
 # borders of chunks and blocks are at multiples of this: fla's chunks have 64 or 128 tokens, ours 256
 BORDER = 64
@@ -76,7 +77,7 @@ class Audit:
     """What no causal model can be below on them, up to the sample's error."""
 
     packing: str
-    """`"exact"`, `"leaks"`, or `"not supported"` for a model that is not of fla's kind."""
+    """`"exact"`, `"leaks"`, or `"not supported"` for a model that does not know `cu_seqlens`."""
 
     @property
     def causal(self) -> bool:
@@ -216,7 +217,7 @@ def _random_bits(model: nn.Module, V: int, length: int, device: torch.device, ro
 def _packing(model: nn.Module, tokens: torch.Tensor, others: torch.Tensor, bound: float) -> str:
     """Whether the second of two packed documents changes with the first."""
     # transformers' own models swallow any keyword and leave it at that
-    if not isinstance(model, FLAGenerationMixin):
+    if not isinstance(model, FLAGenerationMixin | HallamonicForCausalLM):
         return "not supported"
     cut = len(tokens) // 2 + 1
     borders = torch.tensor([0, cut, len(tokens)], device=tokens.device)

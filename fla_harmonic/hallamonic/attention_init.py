@@ -12,7 +12,7 @@ from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.layers.harmonic import HarmonicLevel
 
 # standard deviation of a level's input logits: tanh is nearly linear for most, and bounds the few large ones
-INPUT_STD = 1.0
+INPUT_STD = 0.5
 # standard deviation of what a head returns, over that of its values: a head averages many values, of which some (those of the
 # first token) are near zero. Between 0.1 and 0.2 on SmolLM2's layers
 OUTPUT_STD = 0.15
@@ -38,7 +38,8 @@ def init_from_attention(layer: HarmonicAttention, attention: Attention) -> None:
     - Gates begin at zero weights: each channel has the timescale of its bias.
     - `W_o` of the layer is that of the attention, the columns of the query heads that share a copy summed. The norm of a level
       has lost the size of the values, and the levels are added up: times `OUTPUT_STD s_v / levels`.
-    - A bias b_v reaches every head as it is, for the weights of an average sum to 1: it becomes part of the norms' biases.
+    - A bias b_v reaches every head as it is, for the weights of an average sum to 1: it becomes the bias of the last level's
+      norm, which no other level reads.
 
     A map of rank r below that of W_v keeps the r directions in which the values vary most (a singular value decomposition of
     `W_v diag(g)`); at the values' own number, which grouped queries make small, the map is exact.
@@ -84,8 +85,7 @@ def init_from_attention(layer: HarmonicAttention, attention: Attention) -> None:
     columns = [heads[:, :, copy::copies].sum(2).flatten(1) for copy in range(copies)]
     layer.o_proj.weight.copy_(scale * torch.cat(columns, 1))
     if attention.value_bias is not None:
-        for level in levels:
-            level.norm.bias.copy_(attention.value_bias.repeat(copies) / (scale * len(levels)))
+        levels[-1].norm.bias.copy_(attention.value_bias.repeat(copies) / scale)
 
 
 def check_layer(layer: HarmonicAttention, attention: Attention) -> int:

@@ -42,17 +42,17 @@ class HallamonicConfig(PreTrainedConfig):
     model_type = "hallamonic"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     sub_configs = {"source": AutoConfig}  # noqa: RUF012
+    # all fields are written: what is left out would be read as that of another source
+    has_no_defaults_at_init = True
 
     def __init__(
         self,
-        source: dict[str, Any] | PreTrainedConfig | None = None,
+        source: dict[str, Any] | PreTrainedConfig,
         harmonic_layers: Iterable[int] = (),
         layer_options: dict[str, Any] | None = None,
         max_position_embeddings: int | None = None,
         **kwargs: Any,
     ) -> None:
-        # transformers makes configurations without arguments to learn what differs from the defaults
-        source = {"model_type": "llama"} if source is None else source
         # a copy: choosing an attention implementation changes it
         fields = dict(source) if isinstance(source, Mapping) else source.to_dict()
         family(str(fields.get("model_type")))

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from fla_harmonic.hallamonic.attention_init import init_from_attention
@@ -122,25 +129,25 @@ def layer_options(
     return {"expand_ratio": expand_ratio, "gate_rank": gate_rank, "use_output_gate": False, **options}
 
 
-def load_source(model: str) -> tuple[PreTrainedConfig, PreTrainedModel]:
+def load_source(model: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
-    A pretrained model, in the dtype of its files.
+    A pretrained model, in the dtype of its files, and its tokenizer.
 
     Raises:
-        FileNotFoundError: the directory has no config.json, or no weights.
+        FileNotFoundError: the directory has no config.json, weights, or tokenizer.
         ValueError: the model is of a family that cannot be converted.
     """
     path = Path(model)
     if path.is_dir():
-        weights = [file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
-        if not (path / "config.json").is_file() or not weights:
-            raise FileNotFoundError(
-                f"expected a Hugging Face directory with config.json and weights (*.safetensors or *.bin) at {path}; "
-                f"{'weights' if (path / 'config.json').is_file() else 'config.json'} missing. Download the whole model, or "
-                "pass the directory that `save_pretrained` wrote.")
-    config = AutoConfig.from_pretrained(model)
-    family(config.model_type)
-    return config, AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        for files in (("config.json",), ("*.safetensors", "*.bin"), ("tokenizer.json", "tokenizer.model", "vocab.json")):
+            if not any(path.glob(file) for file in files):
+                raise FileNotFoundError(
+                    f"expected a Hugging Face directory with configuration, weights and tokenizer at {path}; found no "
+                    f"{' or '.join(files)}. Download all of the model, or save its parts there with `save_pretrained`.")
+    # before gigabytes are read
+    family(AutoConfig.from_pretrained(model).model_type)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return AutoModelForCausalLM.from_pretrained(model, dtype="auto"), tokenizer
 
 
 def convert_model(
@@ -178,8 +185,7 @@ def convert_model(
     model.tie_weights()
     for index in layers:
         attention = kind.attention(source.get_decoder().layers[index], source.config)
-        mixer = model.model.layers[index].self_attn
-        assert isinstance(mixer, HarmonicMixer)
+        mixer = cast(HarmonicMixer, model.model.layers[index].self_attn)
         if init == "attention":
             init_from_attention(mixer.harmonic, attention)
             if mixer.bias is not None and attention.output_bias is not None:
@@ -231,18 +237,19 @@ def convert(options: Convert) -> None:
         return
     logging.disable_progress_bar()
     print(f"loading {options.model}", flush=True)
-    config, source = load_source(options.model)
-    layers = parse_layers(options.layers, config.num_hidden_layers)
+    source, tokenizer = load_source(options.model)
+    layers = parse_layers(options.layers, source.config.num_hidden_layers)
     torch.manual_seed(options.seed)
     conversion = convert_model(source, layers, options.init, layer_options(
-        config, options.expand_ratio, options.gate_rank, timescales=options.timescales, timescale_mode=options.timescale_mode))
+        source.config, options.expand_ratio, options.gate_rank,
+        timescales=options.timescales, timescale_mode=options.timescale_mode))
     print(describe(conversion), flush=True)
 
     # beside the target, and renamed when it is whole
     draft = options.out.with_name(options.out.name + ".draft")
     shutil.rmtree(draft, ignore_errors=True)
     conversion.model.save_pretrained(draft)
-    AutoTokenizer.from_pretrained(options.model).save_pretrained(draft)
+    tokenizer.save_pretrained(draft)
     (draft / RECORD).write_text(json.dumps(record, indent=1))
     os.replace(draft, options.out)
     print(f"wrote {options.out}")

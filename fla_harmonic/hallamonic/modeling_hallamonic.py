@@ -30,14 +30,10 @@ class LayerStates:
             Index of the layer.
 
     Raises:
-        ValueError: for a cache of another kind, or one in which the layer is an attention layer's.
+        ValueError: the layer of the cache is an attention layer's.
     """
 
     def __init__(self, cache: DynamicCache, layer_idx: int) -> None:
-        if not isinstance(cache, DynamicCache):
-            raise ValueError(
-                f"`past_key_values` must be transformers' DynamicCache; got {type(cache).__name__}. Leave it (and "
-                "`cache_implementation`) out, or pass `DynamicCache()`.")
         while len(cache.layers) <= layer_idx:
             cache.layers.append(FLALayer())
         layer: Any = cache.layers[layer_idx]
@@ -191,12 +187,17 @@ class HallamonicModel(HallamonicPreTrainedModel):
                 In `kwargs`: documents of a packed row, see `document_borders`. They win over a mask.
 
         Raises:
-            ValueError: for impossible masks or borders, and for packed documents with a cache where attention layers are left.
+            ValueError: for impossible masks or borders, a cache of another kind, and packed documents with a cache where
+                attention layers are left.
         """
         past = past_key_values if cache is None else cache
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         if inputs is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("expected either `input_ids` or `inputs_embeds`; got both or neither. Pass one of them.")
+        if self.config.harmonic_layers and past is not None and not isinstance(past, DynamicCache):
+            raise ValueError(
+                f"`past_key_values` must be transformers' DynamicCache; got {type(past).__name__}. Leave it (and "
+                "`cache_implementation`) out, or pass `DynamicCache()`.")
         B, T = inputs.shape[:2]
         past_tokens = 0 if past is None else past.get_seq_length()
         # attention layers by themselves take masks of other kinds too
@@ -213,7 +214,10 @@ class HallamonicModel(HallamonicPreTrainedModel):
                 kwargs["use_cache"] = False
             kwargs["cu_seqlens"] = cu_seqlens
         elif self.config.harmonic_layers and attention_mask is not None:
-            kwargs["padding_mask"] = padding_mask(attention_mask, B, T)
+            mask = padding_mask(attention_mask, B, T)
+            # looked at once and not in every layer, which would pack the rows
+            if torch.compiler.is_compiling() or not bool(mask.all()):
+                kwargs["padding_mask"] = mask
         if self.config.all_harmonic:
             # a mask of four dimensions is taken as it is: none of [T, S] is made, which no layer reads
             attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=inputs.device)

@@ -21,13 +21,15 @@ CONFIGS: dict[str, Any] = {
 
 
 def source(name: str, **kwargs: Any) -> PreTrainedModel:
-    """With biases that are not zero, as those of a trained model."""
+    """With biases that are not zero and norms that are not one, as those of a trained model."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name](**kwargs))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
                 parameter.normal_(std=0.3)
+            elif key.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
     return model.eval()
 
 
