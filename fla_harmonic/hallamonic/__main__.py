@@ -8,7 +8,12 @@ import tyro
 
 from fla_harmonic.hallamonic.convert import Convert, convert
 
-if __name__ == "__main__":
+
+def main() -> None:
     app = tyro.extras.SubcommandApp()
     app.command(name="convert")(Convert)
     convert(app.cli(description=__doc__))
+
+
+if __name__ == "__main__":
+    main()

@@ -140,7 +140,7 @@ def load_source(model: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     path = Path(model)
     if path.is_dir():
         for files in (("config.json",), ("*.safetensors", "*.bin"), ("tokenizer.json", "tokenizer.model", "vocab.json")):
-            if not any(path.glob(file) for file in files):
+            if not any(found for file in files for found in path.glob(file)):
                 raise FileNotFoundError(
                     f"expected a Hugging Face directory with configuration, weights and tokenizer at {path}; found no "
                     f"{' or '.join(files)}. Download all of the model, or save its parts there with `save_pretrained`.")
@@ -207,13 +207,14 @@ def describe(conversion: Conversion) -> str:
     for (rest, shape), layers in groups.items():
         count = len(layers) * torch.Size(shape).numel()
         total += count
-        lines.append(f"  layers {_ranges(layers)}: {rest} {list(shape)}: {count:,}")
+        lines.append(f"  layers {number_ranges(layers)}: {rest} {list(shape)}: {count:,}")
     names = f"{len(conversion.new)} tensors"
     return "\n".join([f"new: {total:,} parameters in {names}", *lines, f"untouched: {conversion.untouched:,} parameters",
                       f"gone: {len(conversion.dropped)} tensors of the replaced attention layers"])
 
 
-def _ranges(numbers: list[int]) -> str:
+def number_ranges(numbers: list[int]) -> str:
+    """Rising numbers as `parse_layers` reads them: 0,2,4-10."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

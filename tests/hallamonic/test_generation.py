@@ -5,7 +5,7 @@ import torch
 from fla.models.utils import Cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sources import CONFIGS, converted, tokens
+from sources import converted, tokens
 from transformers import DynamicCache, StaticCache
 
 from fla_harmonic.hallamonic import HallamonicForCausalLM

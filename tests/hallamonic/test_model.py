@@ -1,3 +1,4 @@
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ def test_no_logit_depends_on_a_later_token(name: str, layers: list[int]) -> None
 @torch.no_grad()
 def test_packed_documents_are_those_one_by_one(name: str, layers: list[int]) -> None:
     lm, x, borders = converted(name, layers).model, tokens(1, 30), [0, 9, 10, 30]
-    pairs = list(zip(borders, borders[1:], strict=False))
+    pairs = list(itertools.pairwise(borders))
     expected = torch.cat([lm(x[:, i:j]).logits for i, j in pairs], 1)
     positions = torch.cat([torch.arange(j - i) for i, j in pairs]).unsqueeze(0)
     for packing in ({"cu_seqlens": torch.tensor(borders)}, {"position_ids": positions}):
