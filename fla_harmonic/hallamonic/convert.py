@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import logging
 
 from fla_harmonic.hallamonic.attention_init import init_from_attention
@@ -250,6 +251,8 @@ def convert(options: Convert) -> None:
     draft = options.out.with_name(options.out.name + ".draft")
     shutil.rmtree(draft, ignore_errors=True)
     conversion.model.save_pretrained(draft)
+    if conversion.model.config.all_harmonic:
+        tokenizer.model_max_length = VERY_LARGE_INTEGER
     tokenizer.save_pretrained(draft)
     (draft / RECORD).write_text(json.dumps(record, indent=1))
     os.replace(draft, options.out)
