@@ -1,5 +1,5 @@
 """
-The torchtitan train specs `harmonic`, `mamba` and `llama`: importing this module registers them.
+The torchtitan train specs `harmonic`, `mamba`, `llama` and `hallamonic`: importing this module registers them.
 
     [experimental]
     custom_import = "fla_harmonic.titan"
@@ -25,6 +25,7 @@ from fla_harmonic.titan.checkpoint import install_checkpoint_hooks
 from fla_harmonic.titan.flavors import HARMONIC, LLAMA, MAMBA
 from fla_harmonic.titan.flops import use_honest_peak_flops
 from fla_harmonic.titan.gradient_scale import replicas_summed
+from fla_harmonic.titan.hallamonic import HALLAMONIC, Hallamonic, read_directory
 from fla_harmonic.titan.llama import Llama, LlamaStateDictAdapter
 from fla_harmonic.titan.loss import build_loss
 from fla_harmonic.titan.metrics import build_metrics_processor
@@ -40,12 +41,13 @@ _FAMILIES: dict[str, tuple[type[ModelProtocol], Mapping[str, BaseModelArgs], Par
     "harmonic": (HFModel, HARMONIC, parallelize, HFStateDictAdapter),
     "mamba": (HFModel, MAMBA, parallelize, HFStateDictAdapter),
     "llama": (Llama, LLAMA, parallelize_llama_anywhere, LlamaStateDictAdapter),
+    "hallamonic": (Hallamonic, HALLAMONIC, parallelize, HFStateDictAdapter),
 }
 
 
 def register_specs() -> None:
     """
-    Register the three specs with torchtitan, once.
+    Register the four specs with torchtitan, once.
 
     Raises:
         RuntimeError: another package has registered one of the names.
@@ -65,7 +67,7 @@ def register_specs() -> None:
             pipelining_fn=pipeline,
             build_optimizers_fn=build_optimizers,
             build_lr_schedulers_fn=build_lr_schedulers,
-            build_dataloader_fn=build_dataloader,
+            build_dataloader_fn=read_directory(build_dataloader) if name == "hallamonic" else build_dataloader,
             build_tokenizer_fn=build_tokenizer,
             build_loss_fn=replicas_summed(build_loss),
             build_validator_fn=build_validator,

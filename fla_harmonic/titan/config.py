@@ -1,4 +1,4 @@
-"""torchtitan's job configuration with two more sections, `[data]` and `[harmonic]`.
+"""torchtitan's job configuration with three more sections, `[data]`, `[harmonic]` and `[hallamonic]`.
 
 Named in a TOML file by `[job] custom_config_module = "fla_harmonic.titan.config"`.
 """
@@ -76,6 +76,15 @@ class Harmonic:
 
 
 @dataclass
+class Hallamonic:
+    train: Literal["harmonic", "all"] = "all"
+    """
+    Which parameters of a converted model are trained: "harmonic", those of the layers that took attention's place (phase 1),
+    or "all" (phase 2). The others have neither gradients nor optimizer states, and stay as they are bit for bit
+    """
+
+
+@dataclass
 class JobConfig:
     """
     Extension of torchtitan's JobConfig, which merges these sections into its own.
@@ -86,6 +95,9 @@ class JobConfig:
 
     harmonic: Harmonic = field(default_factory=Harmonic)
     """Loss in chunks, segments and carried states: training at long lengths"""
+
+    hallamonic: Hallamonic = field(default_factory=Hallamonic)
+    """Training of converted models"""
 
 
 def data_section(job_config: Any) -> Data:
@@ -101,6 +113,12 @@ def harmonic_section(job_config: Any) -> Harmonic:
     """The `[harmonic]` section of a job configuration, or its defaults where the job has no such section."""
     section = getattr(job_config, "harmonic", None)
     return Harmonic() if section is None else section
+
+
+def hallamonic_section(job_config: Any) -> Hallamonic:
+    """The `[hallamonic]` section of a job configuration, or its defaults where the job has no such section."""
+    section = getattr(job_config, "hallamonic", None)
+    return Hallamonic() if section is None else section
 
 
 def config_overrides(job_config: Any) -> dict[str, Any]:

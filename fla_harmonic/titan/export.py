@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 import fla_harmonic.titan  # noqa: F401  (registers the specs)
 from fla_harmonic.titan.budget import keep_token_budget
 from fla_harmonic.titan.checkpoint import checkpoint_steps, is_whole
+from fla_harmonic.titan.hallamonic import HallamonicArgs
 from fla_harmonic.titan.llama import LlamaArgs
 from fla_harmonic.titan.model import HFModelArgs
 
@@ -107,15 +108,17 @@ def export(job_config: JobConfig, checkpoint: Path, out: Path) -> None:
         FileNotFoundError: there is no checkpoint, or no tokenizer.
     """
     checkpoint = find_checkpoint(checkpoint)
-    spec, _ = _spec_and_args(job_config)
+    spec, args = _spec_and_args(job_config)
     # what may be missing comes first, so that no half a directory is left
     tokenizer = spec.build_tokenizer_fn(job_config)
     hf_model = to_hf(job_config, load_model(job_config, checkpoint))
-    for config in (hf_model.config, hf_model.generation_config):
-        # the defaults are ids of other vocabularies: Mamba's would end every text at GPT-2's "!"
-        config.bos_token_id, config.eos_token_id, config.pad_token_id = tokenizer.bos_id, tokenizer.eos_id, None
     # the length that evaluation tools take for the model's own
-    hf_model.config.max_position_embeddings = job_config.training.seq_len
+    hf_model.config.max_position_embeddings = args.trained_length(job_config.training.seq_len)
+    # a converted model has the pretrained one's ids; elsewhere the defaults are ids of other vocabularies: Mamba's would end
+    # every text at GPT-2's "!"
+    if not isinstance(args, HallamonicArgs):
+        for config in (hf_model.config, hf_model.generation_config):
+            config.bos_token_id, config.eos_token_id, config.pad_token_id = tokenizer.bos_id, tokenizer.eos_id, None
     hf_model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     logger.info(f"Wrote {job_config.model.name} {job_config.model.flavor} from {checkpoint} to {out}")

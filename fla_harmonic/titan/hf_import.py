@@ -40,17 +40,22 @@ def check_hf_directory(path: str | Path, expected: PreTrainedConfig) -> None:
             "expected a Hugging Face directory with a config.json in checkpoint.initial_load_path, but "
             f"{str(path)!r} has none. Remedy: name one that save_pretrained or fla_harmonic.titan.export wrote"
         )
-    found, wanted = _fields(type(expected), path), expected.to_dict()
+    found, wanted = _binding(_fields(type(expected), path)), _binding(expected.to_dict())
     missing = object()
     different = [
         f"{name} = {found.get(name, None)!r}, not {wanted[name]!r}"
-        for name in sorted(wanted.keys() - _FREE) if found.get(name, missing) != wanted[name]
+        for name in sorted(wanted) if found.get(name, missing) != wanted[name]
     ]
     if different:
         raise ValueError(
             f"expected the model of the job's flavor in {str(path)!r}, but its config.json has {'; '.join(different)}. "
             "Remedy: choose the model.flavor that the directory was written from"
         )
+
+
+def _binding(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that must agree, also of the configurations within."""
+    return {name: _binding(value) if isinstance(value, dict) else value for name, value in fields.items() if name not in _FREE}
 
 
 def _fields(config_class: type[PreTrainedConfig], path: str | Path) -> dict[str, Any]:

@@ -35,6 +35,10 @@ class LlamaArgs(TransformerModelArgs):
     tie_word_embeddings: bool = False
     loss_chunk_tokens: int = 0
 
+    def trained_length(self, seq_len: int) -> int:
+        """The length that a model was made for, after training on sequences of `seq_len` tokens."""
+        return seq_len
+
     def update_from_config(self, job_config: JobConfig, **kwargs: object) -> None:
         """
         Take sequence length, seed and the `[harmonic]` section from the job.

@@ -81,14 +81,14 @@ class JSONLMetricsProcessor(MetricsProcessor):
     ) -> None:
         self.states: StateMonitor | None = None
         self.num_levels = 0
-        if isinstance(model_args, HFModelArgs) and model_args.family == "harmonic":
+        if isinstance(model_args, HFModelArgs) and model_args.num_levels:
             if job_config.compile.enable and "model" in job_config.compile.components:
                 logger.info("states and timescales of the levels are not logged: compiled blocks call no hooks")
             elif parallel_dims.pp_enabled:
                 # its passes over shapes and microbatches are not those of the step alone: measured 1e-3 off one process
                 logger.info("states and timescales of the levels are not logged: not supported in a pipeline")
             else:
-                self.num_levels = len(model_args.hf_config().timescales)
+                self.num_levels = model_args.num_levels
         super().__init__(job_config, parallel_dims, tag)
         self.jsonl: JSONLLogger | None = None
         self.started = False

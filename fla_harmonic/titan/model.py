@@ -15,6 +15,7 @@ from torchtitan.protocols import BaseModelArgs, ModelProtocol, StateDictAdapter
 from transformers import MambaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
+from fla_harmonic.hallamonic import HallamonicConfig, HallamonicForCausalLM
 from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
 from fla_harmonic.modules import Attention
@@ -41,12 +42,13 @@ class Family:
     build: Callable[[Any], PreTrainedModel]
     base: str
     norm: str
+    embeddings: str = "embeddings"
 
     @property
     def names(self) -> dict[str, str]:
         """torchtitan's prefixes and the HF prefixes of the same modules."""
         return {
-            "tok_embeddings": f"{self.base}.embeddings",
+            "tok_embeddings": f"{self.base}.{self.embeddings}",
             "layers": f"{self.base}.layers",
             "norm": f"{self.base}.{self.norm}",
             "output": "lm_head",
@@ -56,6 +58,7 @@ class Family:
 FAMILIES = {
     "harmonic": Family(HarmonicConfig, HarmonicForCausalLM, base="model", norm="norm"),
     "mamba": Family(MambaConfig, build_mamba, base="backbone", norm="norm_f"),
+    "hallamonic": Family(HallamonicConfig, HallamonicForCausalLM, base="model", norm="norm", embeddings="embed_tokens"),
 }
 
 
@@ -115,6 +118,15 @@ class HFModelArgs(BaseModelArgs):
     @property
     def n_layers(self) -> int:
         return self.hf_config().num_hidden_layers
+
+    @property
+    def num_levels(self) -> int:
+        """Levels of a Harmonic layer; 0 where there is none."""
+        return len(self.hf_config().timescales) if self.family == "harmonic" else 0
+
+    def trained_length(self, seq_len: int) -> int:
+        """The length that a model was made for, after training on sequences of `seq_len` tokens."""
+        return seq_len
 
     def update_from_config(self, job_config: JobConfig, **kwargs: object) -> None:
         """
@@ -181,20 +193,22 @@ class HFModel(ModelProtocol):
     Args:
         model_args (HFModelArgs):
             Family, configuration, seed, and how the loss is computed.
+        hf_model (PreTrainedModel, Optional):
+            The HF model that is taken apart. Default: it is built.
 
     Raises:
         ValueError: the model is to run on segments or carried states, and has layers without such a state.
     """
 
-    def __init__(self, model_args: HFModelArgs) -> None:
+    def __init__(self, model_args: HFModelArgs, hf_model: PreTrainedModel | None = None) -> None:
         super().__init__(model_args)
         self.model_args = model_args
         # the ranks that hold the pieces of a sequence; set where the model is parallelized
         self.cp_group: ProcessGroup | None = None
         family = FAMILIES[model_args.family]
-        model = model_args.build_hf()
+        model = model_args.build_hf() if hf_model is None else hf_model
         base = getattr(model, family.base)
-        self.tok_embeddings = base.embeddings
+        self.tok_embeddings = getattr(base, family.embeddings)
         self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(base.layers)})
         self.norm = getattr(base, family.norm)
         chunk_tokens = model_args.loss_chunk_tokens
@@ -209,7 +223,7 @@ class HFModel(ModelProtocol):
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         """The HF class's own initialisation of the whole model, of which every rank takes its shard."""
-        init_from_reference(self, lambda: HFModel(self.model_args), self.model_args.seed, buffer_device)
+        init_from_reference(self, lambda: type(self)(self.model_args), self.model_args.seed, buffer_device)
 
     def get_attention_masks(
         self,

@@ -48,7 +48,7 @@ def check_job(job_config: JobConfig, family: str) -> None:
         job_config (JobConfig):
             The job, with or without the sections of `fla_harmonic.titan.config`.
         family (str):
-            `"harmonic"`, `"mamba"` or `"llama"`.
+            `"harmonic"`, `"mamba"`, `"llama"` or `"hallamonic"`.
 
     Raises:
         ValueError: says what is not supported, what is configured, and the remedy.
@@ -76,7 +76,7 @@ def check_job(job_config: JobConfig, family: str) -> None:
             f"compile.enable = true with compile.components = {job_config.compile.components}. "
             "Remedy: compile.enable = false, or compile.components = [\"loss\"]"
         )
-    if family != "harmonic" and data_section(job_config).reset_documents:
+    if family in ("mamba", "llama") and data_section(job_config).reset_documents:
         raise ValueError(
             f"{family}: documents of one window cannot be kept apart, but data.reset_documents = true. "
             "Remedy: data.reset_documents = false, or model.name = \"harmonic\""
@@ -103,6 +103,8 @@ def _check_degrees(job_config: JobConfig, family: str) -> None:
         unsupported["context"] = "its mixer starts every rank's piece from an empty state"
     elif family == "llama" and utils.device_type == "cpu":
         unsupported["context"] = "torch's ring attention has no CPU kernels"
+    elif family == "hallamonic":
+        unsupported |= dict.fromkeys(("tensor", "context", "pipeline"), "its layers are those of the pretrained model's class")
     for kind, reason in unsupported.items():
         if (degree := getattr(parallelism, f"{kind}_parallel_degree")) > 1:
             raise ValueError(
