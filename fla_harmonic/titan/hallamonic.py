@@ -35,6 +35,7 @@ from fla_harmonic.layers.harmonic import TIMESCALES
 from fla_harmonic.ops.harmonic.context_parallel import CPContext
 from fla_harmonic.titan.config import hallamonic_section
 from fla_harmonic.titan.data import WindowLoader
+from fla_harmonic.titan.init import init_from_reference
 from fla_harmonic.titan.model import HFModel, HFModelArgs
 from fla_harmonic.titan.tied import TiedHead
 
@@ -140,6 +141,8 @@ class Hallamonic(HFModel):
             Configuration, seed, what is trained and how the loss is computed.
     """
 
+    model_args: HallamonicArgs
+
     def __init__(self, model_args: HallamonicArgs) -> None:
         hf_model: Any = model_args.build_hf()
         super().__init__(model_args, hf_model)
@@ -152,6 +155,11 @@ class Hallamonic(HFModel):
             for module in self.modules():
                 if isinstance(module, HarmonicMixer):
                     module.requires_grad_(True)
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        """Weights as of an untrained model, which those of the directory replace, and buffers."""
+        # by name: FSDP and DDP make the model's type another
+        init_from_reference(self, lambda: Hallamonic(self.model_args), self.model_args.seed, buffer_device)
 
     def _hidden(
         self,

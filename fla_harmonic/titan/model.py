@@ -223,7 +223,7 @@ class HFModel(ModelProtocol):
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         """The HF class's own initialisation of the whole model, of which every rank takes its shard."""
-        init_from_reference(self, lambda: type(self)(self.model_args), self.model_args.seed, buffer_device)
+        init_from_reference(self, lambda: HFModel(self.model_args), self.model_args.seed, buffer_device)
 
     def get_attention_masks(
         self,
