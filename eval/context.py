@@ -12,7 +12,7 @@ from torch import nn
 from transformers import MambaForCausalLM, PreTrainedModel
 
 from eval.targets import bits, target_losses, window_losses
-from fla_harmonic import HarmonicForCausalLM
+from fla_harmonic import HallamonicForCausalLM, HarmonicForCausalLM
 from fla_harmonic.layers.harmonic import HarmonicAttention
 
 
@@ -67,9 +67,11 @@ class Losses:
 
 
 def is_recurrent(model: nn.Module) -> bool:
-    """Whether a model is known to have a state and no attention: Harmonic without attention layers, or Mamba."""
+    """Whether a model is known to have a state and no attention: Harmonic or Hallamonic without attention layers, or Mamba."""
     if isinstance(model, HarmonicForCausalLM):
         return all(isinstance(block.attn, HarmonicAttention) for block in model.model.layers)
+    if isinstance(model, HallamonicForCausalLM):
+        return model.config.all_harmonic
     return isinstance(model, MambaForCausalLM)
 
 

@@ -91,7 +91,7 @@ def kernels(family: str) -> str:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if family == "llama":
         return "scaled_dot_product_attention"
-    if family == "harmonic":
+    if family in ("harmonic", "hallamonic"):
         return f"chunk_harmonic on {usable_backends(torch.empty(0, device=device))[0]}"
     if device.type == "cpu":
         return "selective_scan on numba" if HAS_LOOPS else "linear_scan on torch"
