@@ -82,7 +82,7 @@ def study(options: Options) -> dict[str, list[Path]]:
     llamas = [cell(Model("llama", "llama", "debug"), "llama_debug", text, seed, options.llama_steps, "from scratch")
               for seed in options.seeds]
     found = {"Llama": run(llamas, "Llama")}
-    starts: list[tuple[str, int, Path]] = []
+    starts: list[tuple[Literal["attention", "random"], int, Path]] = []
     for (seed, directory), init in itertools.product(zip(options.seeds, found["Llama"], strict=True), options.inits):
         converted = options.out / "converted" / f"{directory.parent.name}-{init}"
         converted.parent.mkdir(parents=True, exist_ok=True)
