@@ -26,6 +26,12 @@ from eval.commands import keep_command
 from eval.recall_cell import RecallCell
 from eval.recall_tasks import MQAR, Passkey, Size
 
+TITLES = {
+    "mqar": "MQAR, share of queries with the right value",
+    "passkey": "Passkey, share of numbers with every digit right",
+}
+LOADS = {"mqar": "pairs, in a sequence of so many tokens", "passkey": "distance, in a sequence of so many tokens"}
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -55,14 +61,14 @@ class Preset:
 PRESETS = {
     "cpu-small": Preset(
         models=("harmonic/debug", "mamba/debug", "llama/debug"), tasks=("mqar", "passkey"), seeds=(0, 1),
-        lrs=(1e-3, 2e-3, 4e-3), mqar_steps=800, mqar_vocab=32, mqar_sizes=((16, 2), (32, 4), (32, 8)),
-        mqar_tested=((16, 2), (32, 4), (32, 8), (64, 8), (128, 8)), passkey_steps=800, passkey_vocab=32, passkey_digits=3,
-        passkey_noise=0.1, passkey_length=64, passkey_distances=(0, 8, 16, 32, 57, 121, 249), step_tokens=512, test=128,
-        validation=128, processes=2,
+        lrs=(1e-3, 2e-3, 4e-3), mqar_steps=1000, mqar_vocab=32, mqar_sizes=((16, 2), (32, 4), (32, 8)),
+        mqar_tested=((16, 2), (32, 4), (32, 8), (64, 8), (64, 14), (128, 14)), passkey_steps=700, passkey_vocab=32,
+        passkey_digits=3, passkey_noise=0.1, passkey_length=32, passkey_distances=(0, 8, 16, 25, 57, 121, 249),
+        step_tokens=512, test=128, validation=128, processes=2,
     ),
     "gpu": Preset(
         models=("harmonic/28M", "harmonic/28M-stack", "mamba/28M", "llama/28M"), tasks=("mqar", "passkey"), seeds=(0, 1, 2),
-        lrs=(3e-4, 1e-3, 3e-3), mqar_steps=20000, mqar_vocab=8192, mqar_sizes=((64, 4), (128, 8), (256, 16), (512, 64)),
+        lrs=(3e-4, 1e-3, 3e-3), mqar_steps=10000, mqar_vocab=8192, mqar_sizes=((64, 4), (128, 8), (256, 16), (512, 64)),
         mqar_tested=((64, 4), (64, 16), (128, 8), (128, 32), (256, 16), (256, 64), (512, 64), (512, 128), (1024, 256)),
         passkey_steps=5000, passkey_vocab=256, passkey_digits=5, passkey_noise=0.1, passkey_length=4096,
         passkey_distances=(0, 256, 1024, 2048, 4085, 8192, 16384, 32768, 65525), step_tokens=65536, test=512, validation=256,
@@ -205,6 +211,7 @@ def run(preset: Preset, out: Path) -> list[dict[str, Any]]:
     # before any of them runs: a mistake in the second task shows here
     sweeps = [cell for task in preset.tasks
               for cell in cells(preset, task, preset.seeds[:1], dict.fromkeys(preset.models, preset.lrs))]
+    keep_command(out)
     found = stage("sweep", sweeps)
     planned = []
     for task in preset.tasks:
@@ -236,32 +243,21 @@ def table(records: Iterable[dict[str, Any]]) -> str:
 
 
 def _table(task: str, rows: pd.DataFrame) -> str:
-    sizes = rows.drop_duplicates(["length", "load"])
-    lines = [f"| {TITLES[task]} | " + " | ".join(map(_size, sizes.to_dict("records"))) + " |", "|---" * (len(sizes) + 1) + "|"]
-    for model, mine in rows.groupby("model", sort=False):
+    models = {str(model): mine for model, mine in rows.groupby("model", sort=False)}
+    lines = [f"| {LOADS[task]} | chance | queries a seed | {' | '.join(models)} |", "|---" * (len(models) + 3) + "|"]
+    for _, size in rows.drop_duplicates(["length", "load"]).iterrows():
         texts = []
-        for size in sizes.itertuples():
-            found = mine[(mine["length"] == size.length) & (mine["load"] == size.load)]["accuracy"]
+        for mine in models.values():
+            found = mine[(mine["length"] == size["length"]) & (mine["load"] == size["load"])]["accuracy"]
             texts.append(f"{found.mean():.3f} ({found.min():.3f} to {found.max():.3f})")
-        first = mine.iloc[0]
-        lines.append(f"| {model} ({first['parameters']:,} parameters, learning rate {first['lr']:g}) | {' | '.join(texts)} |")
-    # of one who knows what may be the answer, but not which
-    lines.append("| chance | " + " | ".join(f"{chance:.3f}" for chance in sizes["chance"]) + " |")
-    lines.append("| queries a seed | " + " | ".join(f"{queries:,}" for queries in sizes["queries"]) + " |")
-    lines.append(f"\nTrained on {rows['tokens'].iloc[0]:,} tokens each, {rows['seed'].nunique()} seeds.")
-    return "\n".join(lines)
-
-
-TITLES = {
-    "mqar": "MQAR: share of queries with the right value",
-    "passkey": "passkey: share of numbers with every digit right",
-}
-LOADS = {"mqar": "pairs", "passkey": "tokens between"}
-
-
-def _size(score: dict[str, Any]) -> str:
-    label = " (beyond trained length)" * score["beyond_trained_length"]
-    return f"{score['load']:,} {LOADS[score['task']]} in {score['length']:,}{label}"
+        label = " (beyond trained length)" * size["beyond_trained_length"]
+        lines.append(f"| {size['load']:,} in {size['length']:,}{label} | {size['chance']:.3f} | {size['queries']:,} | "
+                     f"{' | '.join(texts)} |")
+    about = "; ".join(f"{model} {mine['parameters'].iloc[0]:,} parameters, learning rate {mine['lr'].iloc[0]:g}"
+                      for model, mine in models.items())
+    return "\n".join([
+        f"{TITLES[task]}: mean over seeds (lowest to highest), number of seeds: {rows['seed'].nunique()}.", "", *lines, "",
+        f"Each trained on {rows['tokens'].iloc[0]:,} tokens: {about}."])
 
 
 def plot(records: Iterable[dict[str, Any]], file: Path) -> None:
@@ -281,8 +277,8 @@ def plot(records: Iterable[dict[str, Any]], file: Path) -> None:
         for place in sizes.index[sizes["beyond_trained_length"]]:
             axis.axvspan(place - 0.5, place + 0.5, color="0.92")
         axis.set_xticks(range(len(sizes)), [f"{size.load:,}\nin {size.length:,}" for size in sizes.itertuples()], fontsize=8)
-        axis.set(title=TITLES[task], xlabel=f"{LOADS[task]}, in a sequence of so many tokens (grey: beyond trained length)",
-                 ylabel="accuracy", ylim=(-0.03, 1.03))
+        axis.set(title=TITLES[task], xlabel=f"{LOADS[task]} (grey: beyond trained length)", ylabel="accuracy",
+                 ylim=(-0.03, 1.03))
         axis.grid(alpha=0.3)
     axes[0][0].legend()
     figure.tight_layout()
@@ -291,7 +287,6 @@ def plot(records: Iterable[dict[str, Any]], file: Path) -> None:
 
 
 def main(options: Options) -> None:
-    keep_command(options.out)
     records = run(preset_of(options), options.out)
     write(options.out / "recall.jsonl", "".join(json.dumps(record) + "\n" for record in records))
     write(options.out / "recall.csv", frame(records).to_csv(index=False))

@@ -66,7 +66,6 @@ class MQAR:
     power: float = 0.01
 
     name: ClassVar[str] = "mqar"
-    load_name: ClassVar[str] = "pairs"
 
     @property
     def fillers(self) -> int:
@@ -133,7 +132,6 @@ class Passkey:
     noise: float = 0.1
 
     name: ClassVar[str] = "passkey"
-    load_name: ClassVar[str] = "distance"
     ANYWHERE: ClassVar[int] = -1
     MARK: ClassVar[int] = DIGITS
     QUESTION: ClassVar[int] = DIGITS + 1

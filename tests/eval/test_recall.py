@@ -249,9 +249,10 @@ def test_a_study_has_its_files_and_runs_what_is_missing_alone(tmp_path: Path) ->
     assert all(record["tokens_seen"] == 3 * 64 and not record["audit"]["failure"] for record in records)
     assert list(frame(records)["beyond_trained_length"]) == [False, True]
     text = table(records)
-    assert "| 0 tokens between in 64 | 100 tokens between in 107 (beyond trained length) |" in text
-    assert "| chance | 0.001 | 0.001 |" in text
-    assert "| queries a seed | 8 | 8 |" in text
+    assert "| chance | queries a seed | llama/debug |" in text
+    assert "| 0 in 64 | 0.001 | 8 | " in text
+    assert "| 100 in 107 (beyond trained length) | 0.001 | 8 | " in text
+    assert "Each trained on 192 tokens: llama/debug 574,336 parameters" in text
     assert (tmp_path / "table.md").read_text() == text + "\n"
     assert (tmp_path / "recall.png").stat().st_size > 0
 
