@@ -62,7 +62,7 @@ PRESETS = {
     "cpu-small": Preset(
         models=("harmonic/debug", "mamba/debug", "llama/debug"), tasks=("mqar", "passkey"), seeds=(0, 1),
         lrs=(1e-3, 2e-3, 4e-3), mqar_steps=1000, mqar_vocab=32, mqar_sizes=((16, 2), (32, 4), (32, 8)),
-        mqar_tested=((16, 2), (32, 4), (32, 8), (64, 8), (64, 14), (128, 14)), passkey_steps=700, passkey_vocab=32,
+        mqar_tested=((16, 2), (32, 4), (32, 8), (64, 8), (64, 14), (128, 14)), passkey_steps=800, passkey_vocab=32,
         passkey_digits=3, passkey_noise=0.1, passkey_length=32, passkey_distances=(0, 8, 16, 25, 57, 121, 249),
         step_tokens=512, test=128, validation=128, processes=2,
     ),
