@@ -67,7 +67,7 @@ PRESETS = {
         step_tokens=512, test=128, validation=128, processes=2,
     ),
     "gpu": Preset(
-        models=("harmonic/28M", "harmonic/28M-stack", "mamba/28M", "llama/28M"), tasks=("mqar", "passkey"), seeds=(0, 1, 2),
+        models=("harmonic/28M", "harmonic/28M-best", "mamba/28M", "llama/28M"), tasks=("mqar", "passkey"), seeds=(0, 1, 2),
         lrs=(3e-4, 1e-3, 3e-3), mqar_steps=10000, mqar_vocab=8192, mqar_sizes=((64, 4), (128, 8), (256, 16), (512, 64)),
         mqar_tested=((64, 4), (64, 16), (128, 8), (128, 32), (256, 16), (256, 64), (512, 64), (512, 128), (1024, 256)),
         passkey_steps=5000, passkey_vocab=256, passkey_digits=5, passkey_noise=0.1, passkey_length=4096,

@@ -14,7 +14,7 @@ from torch import nn
 
 from eval import recall_cell
 from eval.cells import Model
-from eval.models import build
+from eval.models import FAMILIES, build
 from eval.recall import PRESETS, Options, best_lrs, cells, frame, main, preset_of, run, table
 from eval.recall_cell import SPLITS, RecallCell, score, train
 from eval.recall_tasks import IGNORED, MQAR, Passkey, Size
@@ -201,6 +201,7 @@ def test_a_killed_training_ends_as_if_it_had_not_been(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("preset", PRESETS)
 def test_models_of_a_preset_have_equal_budgets(preset: str) -> None:
     study = PRESETS[preset]
+    assert all(flavor in FAMILIES[family] for family, flavor in (name.split("/") for name in study.models))
     for task in ("mqar", "passkey"):
         planned = cells(study, task, study.seeds, dict.fromkeys(study.models, study.lrs))
         assert len({cell.name for cell in planned}) == len(study.models) * len(study.seeds) * len(study.lrs)
