@@ -6,6 +6,9 @@ layers, that begin as the attention or at random; phase 1 trains these alone, ph
 titan_configs/hallamonic_debug_phase{1,2}.toml. Every model is scored on the same bytes after 1,024 to 16,384 others: what is
 beyond the length that it was trained on is labelled so, and never counts as the best.
 
+The two phases read text that the Llama has not read, so that it is how a curve runs, and not how low, that tells of the
+conversion. With `--control` a Llama that goes on for as many steps is there too.
+
 A run that was killed goes on where it stopped.
 """
 
@@ -33,11 +36,14 @@ class Options:
     inits: tuple[Literal["attention", "random"], ...] = ("attention", "random")
     """How the new layers begin."""
 
-    llama_steps: int = 300
+    llama_steps: int = 200
     """Optimizer steps of the Llama, of 4,096 bytes each."""
 
     phase_steps: tuple[int, int] | None = None
     """Those of phase 1 and of phase 2. Default: those of the configs."""
+
+    control: bool = False
+    """Train the Llama itself on for as many steps as both phases have."""
 
     contexts: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
     """Bytes before the targets, ascending."""
@@ -55,15 +61,21 @@ class Options:
     """Folder for runs, table and plot."""
 
 
-def cell(model: Model, config: str, text: Text, seed: int, steps: int | None, start: str) -> Cell:
-    """A run by its config; `start` says what its weights began as, and is part of the cell's name."""
+def cell(
+    model: Model, config: str, text: Text, seed: int, steps: int | None, start: str, overrides: tuple[str, ...] = (),
+) -> Cell:
+    """
+    A run by its config in titan_configs. What its weights begin as, `start`, is part of the cell's name; where they lie,
+    `text.assets`, is not.
+    """
     config_file = Path("titan_configs") / f"{config}.toml"
     job = ConfigManager().parse_args([f"--job.config_file={config_file}", "--model.hf_assets_path=."])
     training = job.training
     return Cell(
         model=model, text=text, config_file=str(config_file), config_digest=file_digest(config_file),
         seq_len=training.seq_len, step_tokens=training.local_batch_size * training.seq_len, steps=steps or training.steps,
-        seed=seed, lr=job.optimizer.lr, longest=max(1024, training.seq_len), overrides=(f"--job.description={start}",))
+        seed=seed, lr=job.optimizer.lr, longest=max(1024, training.seq_len),
+        overrides=(f"--job.description={start}", *overrides))
 
 
 def study(options: Options) -> dict[str, list[Path]]:
@@ -89,19 +101,26 @@ def study(options: Options) -> dict[str, list[Path]]:
         convert(Convert(str(directory), converted, init=init, seed=seed))
         starts.append((init, seed, converted))
         found.setdefault(f"{init}, converted", []).append(converted)
+    steps = 0
     for phase in (1, 2):
-        steps = options.phase_steps and options.phase_steps[phase - 1]
+        given = options.phase_steps and options.phase_steps[phase - 1]
         cells = [
-            # where the directory lies is no part of a cell's name: its own name is
             cell(Model(f"{init}-phase{phase}", "hallamonic", "hf"), f"hallamonic_debug_phase{phase}",
-                 replace(text, assets=str(start)), seed, steps,
+                 replace(text, assets=str(start)), seed, given,
                  f"from {start.parent.name if start.name == 'hf' else start.name}")
             for init, seed, start in starts
         ]
+        steps += cells[0].steps
         trained = run(cells, f"phase {phase}")
         starts = [(init, seed, directory) for (init, seed, _), directory in zip(starts, trained, strict=True)]
         for init, _, directory in starts:
             found.setdefault(f"{init}, phase {phase}", []).append(directory)
+    if options.control:
+        found["Llama, trained on"] = run([
+            cell(Model("llama-on", "llama", "debug"), "llama_debug", replace(text, assets=str(start)), seed, steps,
+                 f"from {start.parent.name}", ("--checkpoint.initial_load_in_hf",))
+            for seed, start in zip(options.seeds, found["Llama"], strict=True)
+        ], "Llama, trained on")
     return found
 
 
