@@ -23,6 +23,7 @@ from torchtitan.config import ConfigManager
 
 from eval import generation, length
 from eval.cells import write
+from eval.commands import keep_command
 from eval.models import digest, load
 from fla_harmonic.titan.config import data_section
 from fla_harmonic.titan.data import load_split
@@ -82,6 +83,7 @@ def audits(records: Sequence[dict[str, Any]]) -> str:
 
 
 def main(options: Options, overrides: list[str]) -> None:
+    keep_command(options.out)
     labels = options.labels or tuple(
         folder.parent.name if folder.name == "hf" else folder.name for folder in options.converted)
     if not options.converted or len(labels) != len(options.converted) or len({"original", *labels}) != len(labels) + 1:

@@ -18,6 +18,7 @@ import tyro
 from torchtitan.config import ConfigManager
 
 from eval.cells import Cell, Model, curve, run_cells, write
+from eval.commands import keep_command
 from eval.hallamonic_debug import cell
 from eval.models import digest
 from eval.protocol import text_of
@@ -78,6 +79,7 @@ def table(results: Sequence[tuple[str, dict[str, Any], float | None, float | Non
 
 
 def main(options: Options) -> None:
+    keep_command(options.out)
     cells, folders = [], []
     for init in options.inits:
         converted = options.out / "converted" / f"{digest(options.model)[:10]}-{options.layers}-{init}-seed{options.seed}"

@@ -21,6 +21,7 @@ import tyro
 from transformers import PreTrainedModel
 
 from eval.audit import audit
+from eval.commands import keep_command
 from fla_harmonic.hallamonic.convert import convert_model, layer_options, load_source, parse_layers
 
 INITS = ("attention", "random")
@@ -139,7 +140,7 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
 
 
 def main(options: Options) -> None:
-    options.out.mkdir(parents=True, exist_ok=True)
+    keep_command(options.out)
     file = options.out / "start.jsonl"
     known = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     results, loaded = [], None

@@ -103,17 +103,7 @@ def ablation(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def ready(folder: Path) -> str:
-    """A table that its command wrote."""
-    return (folder / "table.md").read_text().strip()
-
-
-def memory(folder: Path) -> str:
-    """The table of `eval.memory`."""
-    return (folder / "memory.md").read_text().strip()
-
-
-BODIES = {body.__name__: body for body in (crossover, crossover_beside_published, ablation, memory, ready)}
+BODIES = {body.__name__: body for body in (crossover, crossover_beside_published, ablation)}
 
 _HEAD = """\
 # Results
@@ -139,10 +129,11 @@ def collect(source: Path, results: Path) -> list[str]:
         folder = source / section.name
         if not (folder / section.files[0]).is_file():
             continue
-        (results / section.name).mkdir(parents=True, exist_ok=True)
         for name in (*section.files, *section.figures, COMMANDS):
             if (folder / name).is_file():
-                shutil.copyfile(folder / name, results / section.name / name)
+                target = results / section.name / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(folder / name, target)
         found.append(section.name)
     if not found:
         raise FileNotFoundError(
@@ -169,7 +160,8 @@ def page(results: Path, beside: Path) -> str:
         parts += [f"## {section.title}\n", section.text]
         if (folder / COMMANDS).is_file():
             parts.append("".join(f"    {line}\n" for line in (folder / COMMANDS).read_text().splitlines()))
-        parts.append(BODIES[section.body](folder) + "\n")
+        body = BODIES[section.body](folder) if section.body else (folder / section.files[0]).read_text().strip()
+        parts.append(body + "\n")
         for figure in section.figures:
             if (folder / figure).is_file():
                 parts.append(f"![{section.title}]({os.path.relpath(folder / figure, beside)})\n")

@@ -18,7 +18,7 @@ class Section:
         files (tuple[str, ...]):
             Results that are kept, of which the first has to be there.
         body (str):
-            Which function of `eval.report` makes the tables. Default: `ready`, the table.md that the command wrote.
+            Which function of `eval.report` makes the tables. Default: none, the first file has them in Markdown.
         figures (tuple[str, ...]):
             Names of figures. Default: none.
     """
@@ -27,7 +27,7 @@ class Section:
     title: str
     text: str
     files: tuple[str, ...]
-    body: str = "ready"
+    body: str = ""
     figures: tuple[str, ...] = ()
 
 
@@ -64,16 +64,23 @@ LAMBADA's task through lm-eval: the whole last word of a passage, here of passag
     Section("memory", "Memory of a training step", """\
 Peak memory and time of one step of batch 1 against length, each in a process of its own, until it fails. The time is that of
 the first step, with compilation in it.
-""", ("memory.md", "memory.jsonl", "memory.csv"), "memory", ("memory.png",)),
+""", ("memory.md", "memory.jsonl", "memory.csv"), figures=("memory.png",)),
     Section("memory-28m", "Memory of a training step of 28M parameters", """\
 The paper's layer at 65,536 tokens of GPT-2's tokenizer, in segments.
-""", ("memory.md", "memory.jsonl", "memory.csv"), "memory"),
-    Section("hallamonic", "Hallamonic: a debug Llama converted", """\
-A Llama trained at 1,024 tokens, its attention replaced, tuned in two phases, and read at lengths where its positions end.
-""", ("table.md", "results.jsonl"), figures=("hallamonic.png",)),
-    Section("smollm2", "Hallamonic: SmolLM2-135M-Instruct, dequantised Q4_1", """\
-Phase 1 on a few layers of a real model, from its own attention weights and from random ones.
-""", ("table.md", "results.jsonl"), figures=("smollm2.png",)),
+""", ("memory.md", "memory.jsonl", "memory.csv")),
+    Section("hallamonic_debug/length", "Hallamonic: a small Llama converted", """\
+A Llama that learned on sequences of 1,024 bytes, its attention replaced, tuned in two phases; every model on the same bytes
+after 1,024 to 16,384 others. Several seeds are one label.
+""", ("table.md", "length.jsonl", "length.csv"), figures=("length.png",)),
+    Section("hallamonic_start", "Hallamonic: SmolLM2-135M-Instruct before training", """\
+The dequantised Q4_1 model with layers replaced, that begin as its attention or at random; none replaced is the model itself.
+""", ("start.md", "start.jsonl"), figures=("start.png",)),
+    Section("hallamonic_phase1", "Hallamonic: SmolLM2-135M-Instruct in phase 1", """\
+The new layers alone train, from attention and from random weights, on the same text in the same order.
+""", ("phase1.md", "phase1.jsonl"), figures=("phase1.png",)),
+    Section("hallamonic", "Hallamonic: a converted model against the original", """\
+Audit, loss with growing context, and the time and memory of a generated token after it.
+""", ("hallamonic.md", "generation.csv", "length/length.png"), figures=("generation.png",)),
     Section("compare", "Two novels", """\
 The debug flavors on the text that comes with the package, one seed, one learning rate: `make compare`.
 """, ("results.csv",), "crossover", ("curves.png",)),
