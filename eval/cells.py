@@ -14,13 +14,12 @@ import shutil
 import statistics
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -297,13 +296,14 @@ def machine() -> dict[str, Any]:
 
 
 def end_with_parent() -> None:
-    """Ends this process soon after its parent: what a killed study left running would meet its successor."""
-    parent = os.getppid()
+    """Ends this process with the one that started it: what a killed study left running would meet its successor."""
+    parent = parent_process()
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
+        # of a forkserver's children the process that asked for them, not the server, which outlives it
+        if parent is not None:
+            parent.join()
+            os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 

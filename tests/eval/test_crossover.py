@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import signal
@@ -44,6 +45,15 @@ def start(out: Path, text: Path, *more: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def is_locked(file: Path) -> bool:
+    with file.open() as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def finished(out: Path) -> dict[str, dict]:
     return {file.parent.name: json.loads(file.read_text()) for file in out.glob("cells/*/result.json")}
 
@@ -60,6 +70,12 @@ def test_study_killed_in_the_middle_ends_with_the_same_numbers(tmp_path: Path) -
     killed.communicate()
     before = finished(tmp_path / "killed")
     assert before
+    # what it ran has ended with it, and holds no cell
+    deadline = time.monotonic() + 60
+    while any(map(is_locked, (tmp_path / "killed").glob("cells/*/lock"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert finished(tmp_path / "killed") == before
     output = whole.communicate(timeout=300)[0]
     assert whole.returncode == 0, output
     expected = finished(tmp_path / "whole")
