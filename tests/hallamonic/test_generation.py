@@ -5,7 +5,7 @@ import torch
 from fla.models.utils import Cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sources import converted, tokens
+from sources import cache_of, converted, tokens
 from transformers import DynamicCache, StaticCache
 
 from fla_harmonic.hallamonic import HallamonicForCausalLM
@@ -38,7 +38,7 @@ def in_pieces(lm: HallamonicForCausalLM, x: torch.Tensor, cuts: list[int], cache
     for i, j in zip([0, *cuts], [*cuts, x.shape[1]], strict=True):
         out = lm(x[:, i:j], past_key_values=cache, use_cache=True)
         parts.append(out.logits)
-        cache = out.cache
+        cache = cache_of(out)
         assert cache.get_seq_length() == j
     return torch.cat(parts, 1)
 
@@ -65,7 +65,7 @@ def test_padded_prompts_generate_what_each_generates_alone(name: str, layers: li
         assert torch.equal(batch.sequences[row, -8:], alone.sequences[0, -8:])
         for scores, expected in zip(batch.scores, alone.scores, strict=True):
             close(scores[row], expected[0])
-    assert batch.cache.get_seq_length() == 19
+    assert cache_of(batch).get_seq_length() == 19
 
 
 @models
@@ -92,7 +92,7 @@ def test_generation_continues_from_the_returned_cache(name: str, layers: list[in
     whole = lm.generate(x, attention_mask=mask, max_new_tokens=10, **options)
     first = lm.generate(x, attention_mask=mask, max_new_tokens=5, **options)
     longer = torch.cat([mask, torch.ones(3, 5, dtype=torch.long)], 1)
-    second = lm.generate(first.sequences, attention_mask=longer, cache=first.cache, max_new_tokens=5, **options)
+    second = lm.generate(first.sequences, attention_mask=longer, past_key_values=cache_of(first), max_new_tokens=5, **options)
     assert torch.equal(second.sequences, whole.sequences)
 
 
@@ -101,7 +101,7 @@ def test_memory_of_a_fully_converted_model_does_not_grow() -> None:
     lm = model("llama", [0, 1, 2])
     sizes = []
     for length in (5, 300):
-        cache = lm(tokens(2, length), use_cache=True).cache
+        cache = cache_of(lm(tokens(2, length), use_cache=True))
         states = [state for layer in cache.layers for state in layer.state["recurrent_state"]]
         assert all(layer.keys is None for layer in cache.layers)
         sizes.append(sum(state.numel() for state in states))
@@ -113,7 +113,7 @@ def test_memory_of_a_fully_converted_model_does_not_grow() -> None:
 @pytest.mark.parametrize("layers", [[1], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("make", [
     lambda lm: StaticCache(config=lm.config, max_cache_len=16), lambda lm: Cache(),
-    lambda lm: model("llama", [])(tokens(2, 5), use_cache=True).cache,
+    lambda lm: cache_of(model("llama", [])(tokens(2, 5), use_cache=True)),
 ], ids=["static", "fla", "attention"])
 def test_other_caches_are_refused(make: Any, layers: list[int]) -> None:
     lm = model("llama", layers)
@@ -139,7 +139,7 @@ def test_decoding_that_rolls_states_back_is_refused() -> None:
 
 @torch.no_grad()
 def test_a_reset_cache_begins_anew() -> None:
-    lm, x = model("llama", [0, 2]), tokens(2, 9)
-    cache = lm(tokens(2, 20), use_cache=True).cache
+    lm, x = model("llama", [0, 1, 2]), tokens(2, 9)
+    cache = cache_of(lm(tokens(2, 20), use_cache=True))
     cache.reset()
     close(lm(x, past_key_values=cache).logits, lm(x).logits)

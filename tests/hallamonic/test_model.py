@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sources import CONFIGS, VOCAB, converted, source, tokens
+from sources import CONFIGS, VOCAB, cache_of, converted, source, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from eval.audit import audit
@@ -64,7 +64,7 @@ def test_pads_change_nothing(side: str, layers: list[int]) -> None:
 
 def test_packed_documents_with_a_cache_are_refused_beside_attention() -> None:
     lm, x, borders = converted("llama", [1]).model, tokens(1, 9), torch.tensor([0, 4, 9])
-    cache = lm(x, use_cache=True).cache
+    cache = cache_of(lm(x, use_cache=True))
     with pytest.raises(ValueError, match=r"no cache of packed documents; got both\. Pass"):
         lm(x, cu_seqlens=borders, past_key_values=cache)
 
