@@ -88,8 +88,8 @@ def test_the_command_compares_original_and_converted(tmp_path: Path, capsys: pyt
         ByteTokenizer().save_pretrained(tmp_path / name)
     options = hallamonic.Options(
         original=tmp_path / "llama", converted=(tmp_path / "converted",), labels=("all layers",), contexts=(16, 64),
-        targets=32, generation_contexts=(16, 48), new_tokens=1, rounds=1, config_file=Path("titan_configs/hallamonic_debug_phase1.toml"),
-        out=tmp_path / "out")
+        targets=32, generation_contexts=(16, 48), new_tokens=1, rounds=1,
+        config_file=Path("titan_configs/hallamonic_debug_phase1.toml"), out=tmp_path / "out")
     hallamonic.main(options, [])
     text = (tmp_path / "out/hallamonic.md").read_text()
     audit, context, _, cost = (part for part in text.split("\n\n") if part.startswith("|"))

@@ -155,8 +155,10 @@ def test_the_files_are_what_the_command_writes(tmp_path: Path) -> None:
     assert written.keys() == {f"{family}_{size.lower()}.toml" for family in FAMILIES for size in SIZES}
     for name, text in written.items():
         assert (CONFIGS / name).read_text() == text, f"{name}: write it again with python -m fla_harmonic.titan.job_files"
-    # no file that none of these wrote, but for the debug ones
-    assert {path.name for path in CONFIGS.glob("*.toml")} == written.keys() | {f"{family}_debug.toml" for family in FAMILIES}
+    # no file that none of these wrote, but for the debug ones and those of converted models
+    others = {f"{family}_debug.toml" for family in FAMILIES}
+    others |= {f"hallamonic_{size}_phase{phase}.toml" for size in ("debug", "smollm2", "tinyllama") for phase in (1, 2)}
+    assert {path.name for path in CONFIGS.glob("*.toml")} == written.keys() | others
 
 
 @pytest.mark.slow
