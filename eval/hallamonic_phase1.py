@@ -3,26 +3,31 @@ Phase 1 of a pretrained model from layers that begin as the attention, and from 
 `python -m eval.hallamonic_phase1 --model DIR --layers 10,15,20`.
 
 Both see the same text in the same order, by titan_configs/hallamonic_smollm2_phase1.toml or another config. The result is the
-curves of both on what they train on, and what they, and the original, score on the same targets of the test split. A model
-that reads the future gets no score. A run that was killed goes on where it stopped.
+loss of both, and of the original, on the text of each step before that step learns from it, and on the same targets of the
+test split. A model that reads the future gets no score. A run that was killed goes on where it stopped.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib.pyplot as plt
+import torch
 import tyro
-from torchtitan.config import ConfigManager
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.protocols.train_spec import get_train_spec
 
 from eval.cells import Cell, Model, curve, run_cells, write
 from eval.commands import keep_command
 from eval.hallamonic_debug import cell
-from eval.models import digest
+from eval.models import digest, load
 from eval.protocol import text_of
 from eval.run_cell import scores
+from eval.targets import window_losses
 from fla_harmonic.hallamonic.convert import Convert, convert
 
 
@@ -59,21 +64,35 @@ class Options:
 
 
 def original(options: Options, first: Cell) -> dict[str, Any]:
-    """What the original scores on the targets of the cells."""
+    """What the original scores on the targets of the cells, and `train`, its bits a token on the text of each step."""
     file = options.out / "original" / f"{digest(options.model)[:10]}-{first.name}.json"
     if not file.is_file():
         job = ConfigManager().parse_args(first.arguments(options.out / "none"))
-        write(file, json.dumps(scores(first, job, options.model)))
+        write(file, json.dumps({**scores(first, job, options.model), "train": step_losses(options.model, job)}))
     return json.loads(file.read_text())
 
 
-def table(results: Sequence[tuple[str, dict[str, Any], float | None, float | None]]) -> str:
-    """Results as Markdown: name, scores, first and last loss in training."""
-    lines = ["| model | bits a token, first step | last step | test split | random tokens (log2 V) |", "|---|---|---|---|---|"]
-    for name, result, first, last in results:
+def step_losses(directory: Path, job: JobConfig) -> list[float]:
+    """Bits a token of a model on what each step of a job trains on."""
+    spec, model = get_train_spec(job.model.name), load(directory)[0]
+    assert spec.build_tokenizer_fn is not None
+    assert spec.build_dataloader_fn is not None
+    loader: Any = spec.build_dataloader_fn(
+        dp_world_size=1, dp_rank=0, tokenizer=spec.build_tokenizer_fn(job), job_config=job)
+    losses = []
+    for inputs, labels in islice(loader, job.training.steps):
+        ids = torch.cat([inputs["input"], labels[:, -1:]], 1).to(model.device)
+        losses.append(window_losses(model, ids, labels.shape[1]).mean().item() / math.log(2))
+    return losses
+
+
+def table(results: Sequence[tuple[str, dict[str, Any], list[float]]]) -> str:
+    """Results as Markdown: of each model its name, its scores, and its bits a token on the text of each step."""
+    lines = ["| model | bits a token, text of the first step | of the last step | test split | random tokens (log2 V) |",
+             "|---|---|---|---|---|"]
+    for name, result, steps in results:
         test, verdict = result["test"], result["test"]["audit"]
-        steps = ["" if value is None else f"{value:.3f}" for value in (first, last)]
-        lines.append(f"| {name} | {steps[0]} | {steps[1]} | {test['bits_per_token']:.3f} | "
+        lines.append(f"| {name} | {steps[0]:.3f} | {steps[-1]:.3f} | {test['bits_per_token']:.3f} | "
                      f"{verdict['random_bits_per_token']:.2f} ({verdict['log2_vocab']:.2f}) |")
     return "\n".join(lines)
 
@@ -92,14 +111,13 @@ def main(options: Options) -> None:
     results = run_cells(cells, options.out, 1, options.threads, "phase 1")
     reference = original(options, cells[0])
 
+    rows: list[tuple[str, dict[str, Any], list[float]]] = [("original", reference, reference["train"])]
+    rows += [(f"{init}, phase 1", result, curve(folder)["bits_per_token"].tolist())
+             for init, result, folder in zip(options.inits, results, folders, strict=True)]
     figure, axis = plt.subplots(figsize=(6.5, 4.2))
-    rows: list[tuple[str, dict[str, Any], float | None, float | None]] = [("original", reference, None, None)]
-    for init, result, folder in zip(options.inits, results, folders, strict=True):
-        steps = curve(folder)
-        label = f"{init}; test split {result['test']['bits_per_token']:.2f}"
-        axis.plot(steps["step"], steps["bits_per_token"], marker="o", label=label)
-        rows.append((f"{init}, phase 1", result, steps["bits_per_token"].iloc[0], steps["bits_per_token"].iloc[-1]))
-    axis.axhline(reference["test"]["bits_per_token"], color="gray", linestyle="--", label="original, test split")
+    for index, (name, result, steps) in enumerate(rows):
+        style: dict[str, Any] = {"color": f"C{index - 1}", "marker": "o"} if index else {"color": "gray", "linestyle": "--"}
+        axis.plot(range(1, len(steps) + 1), steps, label=f"{name}; test split {result['test']['bits_per_token']:.2f}", **style)
     axis.set(xlabel="step", ylabel="bits a token", title=f"phase 1, layers {options.layers} replaced")
     axis.grid(alpha=0.3)
     axis.legend()
@@ -107,8 +125,7 @@ def main(options: Options) -> None:
     figure.savefig(options.out / "phase1.png", dpi=120)
     plt.close(figure)
     write(options.out / "phase1.jsonl", "".join(
-        json.dumps({"model": name, "first_step": first, "last_step": last, **result}) + "\n"
-        for name, result, first, last in rows))
+        json.dumps({"model": name, **result, "train": steps}) + "\n" for name, result, steps in rows))
     write(options.out / "phase1.md", table(rows) + "\n")
     print(f"{table(rows)}\n\n{options.out / 'phase1.md'}, {options.out / 'phase1.jsonl'}, {options.out / 'phase1.png'}")
 

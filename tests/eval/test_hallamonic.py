@@ -157,6 +157,7 @@ def test_phase_1_is_drawn_beside_the_original(
     score = {"test": {"bits_per_token": 2.5, "audit": {"random_bits_per_token": 9.0, "log2_vocab": 8.0}}}
     scored: list[Path] = []
     monkeypatch.setattr(hallamonic_phase1, "scores", lambda cell, job, directory: (scored.append(directory), score)[1])
+    monkeypatch.setattr(hallamonic_phase1, "step_losses", lambda directory, job: [3.25, 3.125])
     monkeypatch.setattr(hallamonic_phase1, "run_cells", lambda some, *rest: (cells.extend(some), [score] * len(some))[1])
     monkeypatch.setattr(hallamonic_phase1, "curve", lambda folder: pd.DataFrame(
         {"step": [1, 2], "bits_per_token": [5.0, 4.0] if folder.name.startswith("attention") else [7.0, 6.0]}))
@@ -169,6 +170,6 @@ def test_phase_1_is_drawn_beside_the_original(
     assert [cell.text.assets for cell in cells[:2]] == [str(begun.out) for begun in converted[:2]]
     rows = [line.split(" | ") for line in (tmp_path / "out/phase1.md").read_text().splitlines()[2:]]
     assert [row[:4] for row in rows] == [
-        ["| original", "", "", "2.500"], ["| attention, phase 1", "5.000", "4.000", "2.500"],
+        ["| original", "3.250", "3.125", "2.500"], ["| attention, phase 1", "5.000", "4.000", "2.500"],
         ["| random, phase 1", "7.000", "6.000", "2.500"]]
     assert (tmp_path / "out/phase1.png").stat().st_size > 0
