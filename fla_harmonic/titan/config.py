@@ -83,6 +83,18 @@ class Hallamonic:
     or "all" (phase 2). The others have neither gradients nor optimizer states, and stay as they are bit for bit
     """
 
+    teacher_path: str = ""
+    """
+    Hugging Face directory of a model with the same tokens, as a rule the original: training brings the model's distribution of
+    the next token close to the teacher's. Each rank holds the whole teacher. Empty: the text alone teaches
+    """
+
+    teacher_weight: float = 0.5
+    """
+    Share of the teacher in the loss, w KL(teacher || model) + (1 - w) cross entropy, which is what is logged in training.
+    Validation scores the cross entropy
+    """
+
 
 @dataclass
 class JobConfig:
@@ -157,7 +169,8 @@ def parse_fields(entries: Sequence[str]) -> dict[str, Any]:
 def loss_in_model(job_config: Any) -> bool:
     """Whether the model computes the loss itself, from labels that the batches hold."""
     section = harmonic_section(job_config)
-    return bool(section.loss_chunk_tokens or section.segment_len or section.stateful)
+    in_parts = section.loss_chunk_tokens or section.segment_len or section.stateful
+    return bool(in_parts or hallamonic_section(job_config).teacher_path)
 
 
 def check_harmonic_section(job_config: Any, family: str) -> None:
@@ -171,6 +184,11 @@ def check_harmonic_section(job_config: Any, family: str) -> None:
     for name in ("loss_chunk_tokens", "segment_len"):
         if (value := getattr(section, name)) < 0:
             raise ValueError(f"expected harmonic.{name} >= 0, but got {value}. Remedy: a number of tokens, or 0 for off")
+    if family != "hallamonic" and (teacher := hallamonic_section(job_config).teacher_path):
+        raise ValueError(
+            f"{family}: teachers are for converted models, but hallamonic.teacher_path = {teacher!r}. Remedy: leave it out, "
+            'or model.name = "hallamonic"'
+        )
     if family != "harmonic" and section.config:
         raise ValueError(
             f"{family}: fields of HarmonicConfig cannot change this model, but harmonic.config = {section.config!r}. Remedy: "

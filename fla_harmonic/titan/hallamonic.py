@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from fla.models.utils import Cache
 from torch import nn
-from torchtitan.config import JobConfig
-from transformers import PreTrainedConfig
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from fla_harmonic.hallamonic import HallamonicConfig
@@ -33,10 +35,11 @@ from fla_harmonic.hallamonic.families import head_size
 from fla_harmonic.hallamonic.modeling_hallamonic import HarmonicMixer
 from fla_harmonic.layers.harmonic import TIMESCALES
 from fla_harmonic.ops.harmonic.context_parallel import CPContext
-from fla_harmonic.titan.config import hallamonic_section
+from fla_harmonic.titan.config import data_section, hallamonic_section
 from fla_harmonic.titan.data import WindowLoader
 from fla_harmonic.titan.init import init_from_reference
 from fla_harmonic.titan.model import HFModel, HFModelArgs
+from fla_harmonic.titan.stateful import RowStates
 from fla_harmonic.titan.tied import TiedHead
 
 _MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -50,10 +53,17 @@ class HallamonicArgs(HFModelArgs):
     Args:
         train (str):
             The job's `[hallamonic] train`.
+        teacher_path (str), teacher_weight (float):
+            Those of the same section.
+        teacher_dtype (str):
+            What the teacher computes in: the job's `training.mixed_precision_param`.
     """
 
     family: str = "hallamonic"
     train: str = "all"
+    teacher_path: str = ""
+    teacher_weight: float = 0.5
+    teacher_dtype: str = "float32"
 
     @property
     def num_levels(self) -> int:
@@ -92,8 +102,8 @@ class HallamonicArgs(HFModelArgs):
         Take the configuration of `model.hf_assets_path`, and the `[hallamonic]` section, from the job.
 
         Raises:
-            ValueError: the directory holds no converted model, the job has no weights to begin with or nothing to train, or
-                asks for what is not supported (see `HFModelArgs`).
+            ValueError: the directory holds no converted model, the job has no weights to begin with, nothing to train or a
+                teacher of other tokens, or asks for what is not supported (see `HFModelArgs`).
         """
         self.read(job_config.model.hf_assets_path)
         checkpoint, section = job_config.checkpoint, hallamonic_section(job_config)
@@ -112,6 +122,31 @@ class HallamonicArgs(HFModelArgs):
             )
         super().update_from_config(job_config, **kwargs)
         self.train = section.train
+        self.teacher_path, self.teacher_weight = section.teacher_path, section.teacher_weight
+        self.teacher_dtype = job_config.training.mixed_precision_param
+        if self.teacher_path:
+            self._check_teacher(job_config)
+
+    def _check_teacher(self, job_config: JobConfig) -> None:
+        values: dict[str, Any] = {}
+        if (Path(self.teacher_path) / "config.json").is_file():
+            values, _ = PreTrainedConfig.get_config_dict(self.teacher_path)
+        vocab_size = values.get("vocab_size", values.get("source", {}).get("vocab_size"))
+        if vocab_size != self.vocab_size:
+            found = f"vocab_size = {vocab_size}" if values else "no config.json"
+            raise ValueError(
+                f"hallamonic: expected a model of the same {self.vocab_size} tokens in hallamonic.teacher_path, but "
+                f"{self.teacher_path!r} has {found}. Remedy: name the directory of the original"
+            )
+        if not 0 <= self.teacher_weight <= 1:
+            raise ValueError(f"hallamonic: expected hallamonic.teacher_weight in [0, 1], but got {self.teacher_weight}")
+        documents = data_section(job_config).reset_documents
+        if self.loss_chunk_tokens or documents:
+            raise ValueError(
+                "hallamonic: a teacher needs whole logits of windows that are one text, but harmonic.loss_chunk_tokens = "
+                f"{self.loss_chunk_tokens} and data.reset_documents = {documents}. Remedy: 0 and false, or no "
+                "hallamonic.teacher_path"
+            )
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """
@@ -149,6 +184,8 @@ class Hallamonic(HFModel):
         self.rotary_emb = hf_model.model.rotary_emb
         # the one that has attention's implementation, which masks depend on
         self.source = hf_model.config.source
+        # loaded when it is first asked; in a tuple, where it is no part of the model
+        self.teacher: tuple[nn.Module, ...] = ()
         self.kinds = [] if hf_model.config.all_harmonic else layer_kinds(self.source)
         if model_args.train == "harmonic":
             self.requires_grad_(False)
@@ -160,6 +197,33 @@ class Hallamonic(HFModel):
         """Weights as of an untrained model, which those of the directory replace, and buffers."""
         # by name: FSDP and DDP make the model's type another
         init_from_reference(self, lambda: Hallamonic(self.model_args), self.model_args.seed, buffer_device)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        attention_masks: None = None,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        carried: RowStates | None = None,
+    ) -> torch.Tensor:
+        """As `HFModel`; in training with a teacher, the sum of the losses with both."""
+        if labels is None or not (self.training and self.model_args.teacher_path):
+            return super().forward(tokens, attention_masks, positions, document_ids, labels, carried)
+        logits = super().forward(tokens).flatten(0, 1).float()
+        with torch.no_grad():
+            wanted = self._teacher(tokens.device)(tokens, use_cache=False).logits.flatten(0, 1).float().log_softmax(-1)
+        labels, weight = labels.flatten(), self.model_args.teacher_weight
+        text = F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORE_INDEX)
+        divergence = F.kl_div(logits.log_softmax(-1), wanted, reduction="none", log_target=True).sum(-1)
+        return weight * divergence[labels != IGNORE_INDEX].sum() + (1 - weight) * text
+
+    def _teacher(self, device: torch.device) -> Any:
+        if not self.teacher:
+            args = self.model_args
+            teacher: Any = AutoModelForCausalLM.from_pretrained(args.teacher_path, dtype=TORCH_DTYPE_MAP[args.teacher_dtype])
+            self.teacher = (teacher.to(device).eval(),)
+        return self.teacher[0]
 
     def _hidden(
         self,

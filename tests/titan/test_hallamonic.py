@@ -255,3 +255,41 @@ def test_two_shards_train_like_one_process(tmp_path: Path) -> None:
     for name in names:
         torch.testing.assert_close(theirs[name], ours[name], rtol=0, atol=1e-6 if HARMONIC in name else 0)
 
+
+
+def test_a_teacher_gives_the_divergence_from_its_distribution(tmp_path: Path) -> None:
+    convert(tmp_path / "teacher", [])
+    convert(tmp_path / "converted", [0, 1, 2])
+    directory = tmp_path / "converted"
+    teach = (f"--hallamonic.teacher_path={tmp_path / 'teacher'}", "--hallamonic.teacher_weight=0.25")
+    model, teacher = build(options(directory, tmp_path, 1, *teach)), build(options(tmp_path / "teacher", tmp_path, 1, phase=2))
+    weights(model, directory)
+    weights(teacher, tmp_path / "teacher")
+    tokens, labels = torch.randint(256, (2, 2, SEQ))
+    labels[0, :7] = -100
+    scored = labels != -100
+    p, log_p, log_q = teacher(tokens).softmax(-1), teacher(tokens).log_softmax(-1), model(tokens).log_softmax(-1)
+    divergence = (p * (log_p - log_q)).sum(-1)[scored].sum()
+    text = -log_q[scored].gather(-1, labels[scored][:, None]).sum()
+    torch.testing.assert_close(model(tokens, labels=labels), 0.25 * divergence + 0.75 * text)
+    # the teacher is no part of the model, and validation scores the text
+    assert not any(name.startswith("teacher") for name in get_model_state_dict(model))
+    torch.testing.assert_close(model.eval()(tokens, labels=labels), text)
+
+
+def test_a_teacher_that_cannot_teach_is_refused(tmp_path: Path) -> None:
+    convert(tmp_path / "converted", [1])
+    convert(tmp_path / "other", [], vocab_size=300)
+    teacher = f"--hallamonic.teacher_path={tmp_path / 'converted'}"
+    for overrides, message in (
+        ([f"--hallamonic.teacher_path={tmp_path / 'other'}"], r"same 256 tokens .* vocab_size = 300.*Remedy"),
+        ([f"--hallamonic.teacher_path={tmp_path}"], r"has no config\.json.*Remedy"),
+        ([teacher, "--hallamonic.teacher_weight=1.5"], r"teacher_weight in \[0, 1\], but got 1\.5"),
+        ([teacher, "--harmonic.loss_chunk_tokens=16"], r"whole logits .*loss_chunk_tokens = 16.*Remedy"),
+        ([teacher, "--data.reset_documents"], r"reset_documents = True.*Remedy"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            arguments(options(tmp_path / "converted", tmp_path, 1, *overrides))
+    job = ConfigManager().parse_args([f"--job.config_file={CONFIGS / 'harmonic_debug.toml'}", teacher])
+    with pytest.raises(ValueError, match=r"harmonic: teachers are for converted models"):
+        copy.deepcopy(get_train_spec("harmonic").model_args["debug"]).update_from_config(job)
