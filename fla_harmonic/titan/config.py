@@ -184,10 +184,13 @@ def check_harmonic_section(job_config: Any, family: str) -> None:
     for name in ("loss_chunk_tokens", "segment_len"):
         if (value := getattr(section, name)) < 0:
             raise ValueError(f"expected harmonic.{name} >= 0, but got {value}. Remedy: a number of tokens, or 0 for off")
-    if family != "hallamonic" and (teacher := hallamonic_section(job_config).teacher_path):
+    defaults = vars(Hallamonic())
+    converted = {name: value for name, value in vars(hallamonic_section(job_config)).items() if value != defaults.get(name)}
+    if family != "hallamonic" and converted:
+        asked = ", ".join(f"hallamonic.{name} = {value!r}" for name, value in converted.items())
         raise ValueError(
-            f"{family}: teachers are for converted models, but hallamonic.teacher_path = {teacher!r}. Remedy: leave it out, "
-            'or model.name = "hallamonic"'
+            f"{family}: the section [hallamonic] is for converted models, but {asked}. Remedy: leave the section out, or "
+            'model.name = "hallamonic"'
         )
     if family != "harmonic" and section.config:
         raise ValueError(

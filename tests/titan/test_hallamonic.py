@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torchtitan.config import ConfigManager
 from torchtitan.config.job_config import Optimizer
 from torchtitan.protocols.train_spec import get_train_spec
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fla_harmonic.hallamonic import HallamonicConfig
 from fla_harmonic.hallamonic.configuration_hallamonic import UNLIMITED
@@ -125,28 +125,41 @@ def test_operations_of_weights_that_stay_are_not_counted_as_trained(tmp_path: Pa
     assert flops[2] == 6 * (frozen + maps) + levels + attention
 
 
-def test_training_goes_on_bit_for_bit_and_leaves_what_is_frozen_bit_for_bit(tmp_path: Path) -> None:
-    directory, out, halves, second = (tmp_path / name for name in ("converted", "out", "halves", "second"))
-    source = convert(directory, [1])
-    last = out / "checkpoint/step-4"
-    more = ("--optimizer.weight_decay=0.5", "--lr_scheduler.total_steps=4")
-    phase2 = options(
-        directory, second, 2, f"--checkpoint.initial_load_path={last}", "--checkpoint.no_initial_load_in_hf", phase=2)
-    phases1 = [options(directory, folder, stop, *more) for folder, stop in ((out, 4), (halves, 2), (halves, 4))]
-    run(1, *phases1, phase2)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a conversion, `converted`, phase 1 in one go, `out`, and in two, `halves`; and phase 2, `second`, after `out`."""
+    folder = tmp_path_factory.mktemp("trained")
+    convert(folder / "converted", [1])
+    run(1, *(phase1(folder, name, stop) for name, stop in (("out", 4), ("halves", 2), ("halves", 4))), phase2(folder))
+    return folder
+
+
+def phase1(folder: Path, name: str, stop: int = 4, ranks: int = 1) -> list[str]:
+    return options(folder / "converted", folder / name, stop, "--optimizer.weight_decay=0.5", "--lr_scheduler.total_steps=4",
+                   ranks=ranks)
+
+
+def phase2(folder: Path) -> list[str]:
+    return options(folder / "converted", folder / "second", 2, "--checkpoint.no_initial_load_in_hf",
+                   f"--checkpoint.initial_load_path={folder / 'out/checkpoint/step-4'}", phase=2)
+
+
+def test_training_goes_on_bit_for_bit_and_leaves_what_is_frozen_bit_for_bit(trained: Path) -> None:
+    out, halves, second = (trained / name for name in ("out", "halves", "second"))
     names = ("harmonic/level_1/state_rms", "harmonic/level_3/mean_timescale")
     assert values(steps(halves), *names) == values(steps(out), *names)
-    job = ConfigManager().parse_args(options(directory, out, 4))
-    model, again = load_model(job, last), load_model(job, halves / "checkpoint/step-4")
+    job = ConfigManager().parse_args(phase1(trained, "out"))
+    model, again = (load_model(job, folder / "checkpoint/step-4") for folder in (out, halves))
     for (name, p), q in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(p, q), name
-    before, after = source.state_dict(), to_hf(job, model).state_dict()
+    before = AutoModelForCausalLM.from_pretrained(trained / "converted").state_dict()
+    after = to_hf(job, model).state_dict()
     assert before.keys() == after.keys()
     for name, value in before.items():
         assert torch.equal(value, after[name]) != (HARMONIC in name), name
     # phase 2 goes on from there, with all parameters
-    trained = load_model(ConfigManager().parse_args(phase2), second / "checkpoint/step-2").state_dict()
-    assert all(not torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+    whole = load_model(ConfigManager().parse_args(phase2(trained)), second / "checkpoint/step-2").state_dict()
+    assert all(not torch.equal(value, whole[name]) for name, value in model.state_dict().items())
     assert steps(second)[0][LOSS] < steps(out)[0][LOSS]
 
 
@@ -242,19 +255,16 @@ def test_configs_of_pretrained_models_build(
     assert config.data.token_budget in (0, tokens[phase])
 
 
-def test_two_shards_train_like_one_process(tmp_path: Path) -> None:
-    directory, single, shards = (tmp_path / name for name in ("converted", "single", "shards"))
-    convert(directory, [1])
-    run(1, options(directory, single, 3))
-    run(2, options(directory, shards, 3, ranks=2))
+def test_two_shards_train_like_one_process(trained: Path) -> None:
+    run(2, phase1(trained, "shards", ranks=2))
+    single, shards = trained / "out", trained / "shards"
     expected, actual = ([(record[LOSS], record["grad_norm"]) for record in steps(out)] for out in (single, shards))
     for one, two in zip(expected, actual, strict=True):
         assert two == pytest.approx(one, rel=1e-5)
     names = [f"layers.1.self_attn{HARMONIC}o_proj.weight", "layers.1.mlp.up_proj.weight", "tok_embeddings.weight"]
-    ours, theirs = (stored(out / "checkpoint/step-3", names) for out in (single, shards))
+    ours, theirs = (stored(out / "checkpoint/step-4", names) for out in (single, shards))
     for name in names:
         torch.testing.assert_close(theirs[name], ours[name], rtol=0, atol=1e-6 if HARMONIC in name else 0)
-
 
 
 def test_a_teacher_gives_the_divergence_from_its_distribution(tmp_path: Path) -> None:
@@ -290,6 +300,12 @@ def test_a_teacher_that_cannot_teach_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             arguments(options(tmp_path / "converted", tmp_path, 1, *overrides))
-    job = ConfigManager().parse_args([f"--job.config_file={CONFIGS / 'harmonic_debug.toml'}", teacher])
-    with pytest.raises(ValueError, match=r"harmonic: teachers are for converted models"):
-        copy.deepcopy(get_train_spec("harmonic").model_args["debug"]).update_from_config(job)
+
+
+@pytest.mark.parametrize("family", ["harmonic", "mamba", "llama"])
+@pytest.mark.parametrize("option", ["train=harmonic", "teacher_path=somewhere"])
+def test_other_families_refuse_options_of_converted_models(family: str, option: str) -> None:
+    job = ConfigManager().parse_args([f"--job.config_file={CONFIGS / f'{family}_debug.toml'}", f"--hallamonic.{option}"])
+    name = option.split("=")[0]
+    with pytest.raises(ValueError, match=rf"{family}: .* is for converted models, but hallamonic\.{name} = .*Remedy"):
+        copy.deepcopy(get_train_spec(family).model_args["debug"]).update_from_config(job)
