@@ -233,22 +233,24 @@ SMOLLM2 = dict(
 
 
 @pytest.mark.parametrize("phase", [1, 2])
-@pytest.mark.parametrize(("size", "shape", "layers", "tokens"), [
-    ("tinyllama", TINYLLAMA, range(22), {1: 10_000 * 32_768, 2: 5_000 * 32_768}),
-    ("smollm2", SMOLLM2, (10, 15, 20), {1: 20 * 1024, 2: 10 * 1024}),
-])
+@pytest.mark.parametrize(("size", "shape", "layers", "sizes", "new", "tokens"), [
+    # 140.7M new parameters, 33K tokens a step: the published protocol
+    ("tinyllama", TINYLLAMA, range(22), (0.5, 70), 140_777_472, {1: 10_000 * 32_768, 2: 5_000 * 32_768}),
+    ("smollm2", SMOLLM2, (10, 15, 20), (None, None), 3 * 2_327_616, {1: 20 * 1024, 2: 10 * 1024}),
+], ids=["tinyllama", "smollm2"])
 def test_configs_of_pretrained_models_build(
-    size: str, shape: dict[str, Any], layers: range, tokens: dict[int, int], phase: int, tmp_path: Path
+    size: str, shape: dict[str, Any], layers: range, sizes: tuple[float | None, int | None], new: int, tokens: dict[int, int],
+    phase: int, tmp_path: Path,
 ) -> None:
     source = LlamaConfig(**shape)
-    HallamonicConfig(source, layers, layer_options(source)).save_pretrained(tmp_path)
+    HallamonicConfig(source, layers, layer_options(source, *sizes)).save_pretrained(tmp_path)
     job = [f"--job.config_file={CONFIGS / f'hallamonic_{size}_phase{phase}.toml'}", f"--model.hf_assets_path={tmp_path}"]
     config = ConfigManager().parse_args(job)
     with torch.device("meta"):
         model = Hallamonic(arguments(job))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {name for name, _ in model.named_parameters() if phase == 2 or HARMONIC in name}
-    assert len(model.layers) == shape["num_hidden_layers"]
+    assert sum(p.numel() for name, p in model.named_parameters() if HARMONIC in name) == new
     training = config.training
     batch = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size
     assert batch * training.seq_len * training.steps == tokens[phase]
