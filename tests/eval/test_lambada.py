@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from planted_leaks import Table
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from eval import lambada
 from eval.lambada import Options, Source, evaluate, main, source_of, table
 from eval.passages import passages
+from eval.planted_leaks import Table
 from eval.whole_words import WholeWords, bos_ids
 from fla_harmonic import HarmonicConfig, HarmonicForCausalLM
 from fla_harmonic.titan.mamba import build_mamba

@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted_leaks import Table
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, PreTrainedModel
 
 from eval import length
 from eval.context import Losses, buckets, is_recurrent, plain_head, window_starts
 from eval.length import BEYOND, UNKNOWN, Options, Plan, frame, main, measure, plan_of, table, text_bytes
+from eval.planted_leaks import Table
 from eval.targets import window_losses
 from fla_harmonic import HarmonicConfig, HarmonicForCausalLM
 from fla_harmonic.titan.data import TokenSplit
