@@ -95,7 +95,7 @@ def ablation(folder: Path) -> str:
         if model != base:
             row = paired(rows, ["seq_len"], str(model), base).iloc[0]
             interval = f"{row['low']:+.3f} to {row['high']:+.3f}"
-            texts = [f"{row['difference']:+.3f}", interval, f"{row['wins']} of {row['seeds']}"]
+            texts = [f"{row['difference']:+.3f}", interval, f"{int(row['wins'])} of {int(row['seeds'])}"]
         values, first = mine[value], mine.iloc[0]
         texts = [str(model), f"{first['parameters']:,}", f"{first['lr']:g}",
                  f"{values.mean():.3f} ({values.min():.3f} to {values.max():.3f})", *texts]

@@ -39,11 +39,13 @@ Models x lengths x seeds under one token budget: every cell is a run of stock to
 scored on the same target tokens, in windows as long as it was trained on and a stride of half of them.
 """, ("results.csv", "best_lrs.json", "facts.json"), "crossover_beside_published", ("crossover.png", "curves.png")),
     Section("search", "Blocks around the three levels", """\
-Variants of the debug stack at equal parameters, tokens and sweeps, with Mamba and Llama beside them.
+Variants of the debug stack at equal parameters, tokens and sweeps, with Mamba and Llama beside them; each at its best. The flavor
+`debug-best` is the one with three blocks that keeps a slow level.
 """, ("results.csv",), "ablation"),
     Section("ablation", "What the parts are worth", f"""\
-Variants of the debug flavor at equal parameters, each at its best of one sweep, in pairs with the full model. The histograms
-are the timescales of the trained channels on the test text. The published ablation (WikiText-2, 8,192 tokens, one seed, bits
+Variants of the debug flavor at equal parameters, at one learning rate, in pairs with the full model. Its decays are free and
+begin in the paper's ranges (`init`); in the other timescale mode they are confined to them (`bounded`). The histograms are the
+timescales of the trained channels on the test text. The published ablation (WikiText-2, 8,192 tokens, one seed, bits
 per token) has {", ".join(f"{name} {bits}" for name, bits in published.ABLATION.items())}.
 """, ("results.csv", "timescales.json"), "ablation", ("timescales.png",)),
     Section("audit", "Causality", """\
