@@ -39,8 +39,8 @@ Models x lengths x seeds under one token budget: every cell is a run of stock to
 scored on the same target tokens, in windows as long as it was trained on and a stride of half of them.
 """, ("results.csv", "best_lrs.json", "facts.json"), "crossover_beside_published", ("crossover.png", "curves.png")),
     Section("search", "Blocks around the three levels", """\
-Variants of the debug stack at equal parameters, tokens and sweeps, with Mamba and Llama beside them; each at its best. The flavor
-`debug-best` is the one with three blocks that keeps a slow level.
+Variants of the debug stack at equal parameters, tokens and sweeps, with Mamba and Llama beside them; each at its best. The
+flavor `debug-best` is the one with three blocks that keeps a slow level.
 """, ("results.csv",), "ablation"),
     Section("ablation", "What the parts are worth", f"""\
 Variants of the debug flavor at equal parameters, at one learning rate, in pairs with the full model. Its decays are free and
