@@ -1,6 +1,7 @@
 """Results of a study as a table, as differences by seed, and as a figure."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,9 +72,14 @@ def differences(rows: pd.DataFrame, value: str = "bits_per_byte") -> str:
     for index, model in enumerate(models):
         for rival in models[index + 1:]:
             for row in paired(rows, ["seq_len"], model, rival, value).itertuples():
-                lines.append(f"| {row.seq_len:,} | {model} - {rival} | {row.difference:+.3f} | {row.low:+.3f} to "
-                             f"{row.high:+.3f} | {row.wins} of {row.seeds} |")
+                lines.append(f"| {row.seq_len:,} | {model} - {rival} | {row.difference:+.3f} | {interval(row.low, row.high)} | "
+                             f"{row.wins} of {row.seeds} |")
     return "\n".join(lines)
+
+
+def interval(low: float, high: float) -> str:
+    """An interval in words."""
+    return "one seed" if math.isnan(low) else f"{low:+.3f} to {high:+.3f}"
 
 
 def sweep(rows: pd.DataFrame, value: str = "validation_bits_per_token") -> str:

@@ -21,7 +21,7 @@ from eval import published
 from eval.cells import write
 from eval.commands import NAME as COMMANDS
 from eval.models import FAMILIES
-from eval.paired import STAGE_TITLES, costs, differences, paired, sweep, table
+from eval.paired import STAGE_TITLES, costs, differences, interval, paired, sweep, table
 from eval.sections import SECTIONS
 
 
@@ -94,8 +94,7 @@ def ablation(folder: Path) -> str:
         texts = ["", "", ""]
         if model != base:
             row = paired(rows, ["seq_len"], str(model), base).iloc[0]
-            interval = f"{row['low']:+.3f} to {row['high']:+.3f}"
-            texts = [f"{row['difference']:+.3f}", interval, f"{int(row['wins'])} of {int(row['seeds'])}"]
+            texts = [f"{row['difference']:+.3f}", interval(row["low"], row["high"]), f"{int(row['wins'])} of {int(row['seeds'])}"]
         values, first = mine[value], mine.iloc[0]
         texts = [str(model), f"{first['parameters']:,}", f"{first['lr']:g}",
                  f"{values.mean():.3f} ({values.min():.3f} to {values.max():.3f})", *texts]

@@ -95,6 +95,7 @@ def test_seed_that_one_model_lacks_is_no_pair() -> None:
     # one seed has no interval
     assert np.isnan(found.loc[128, "low"])
     assert "| 64 | a - b | -0.950 |" in differences(rows)
+    assert "| 128 | a - b | +0.500 | one seed | 0 of 1 |" in differences(rows)
     assert "| a | 0.001 | 2.200 (2.000 to 2.400) | 1.000 (1.000 to 1.000) |" in table(rows)
 
 
