@@ -72,8 +72,8 @@ def differences(rows: pd.DataFrame, value: str = "bits_per_byte") -> str:
     for index, model in enumerate(models):
         for rival in models[index + 1:]:
             for row in paired(rows, ["seq_len"], model, rival, value).itertuples():
-                lines.append(f"| {row.seq_len:,} | {model} - {rival} | {row.difference:+.3f} | {interval(row.low, row.high)} | "
-                             f"{row.wins} of {row.seeds} |")
+                lines.append(f"| {row.seq_len:,} | {model} - {rival} | {row.difference:+.3f} | "
+                             f"{interval(row.low, row.high)} | {row.wins} of {row.seeds} |")
     return "\n".join(lines)
 
 

@@ -94,7 +94,8 @@ def ablation(folder: Path) -> str:
         texts = ["", "", ""]
         if model != base:
             row = paired(rows, ["seq_len"], str(model), base).iloc[0]
-            texts = [f"{row['difference']:+.3f}", interval(row["low"], row["high"]), f"{int(row['wins'])} of {int(row['seeds'])}"]
+            texts = [f"{row['difference']:+.3f}", interval(row["low"], row["high"]),
+                     f"{int(row['wins'])} of {int(row['seeds'])}"]
         values, first = mine[value], mine.iloc[0]
         texts = [str(model), f"{first['parameters']:,}", f"{first['lr']:g}",
                  f"{values.mean():.3f} ({values.min():.3f} to {values.max():.3f})", *texts]
