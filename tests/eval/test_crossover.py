@@ -39,7 +39,7 @@ def test_options_are_set_over_the_preset() -> None:
 def start(out: Path, text: Path, *more: str) -> subprocess.Popen:
     command = [
         sys.executable, "-m", "eval.crossover", f"--out={out}", f"--dataset_path={text}", "--models", "harmonic/debug",
-        "llama/debug", "--seq_lens", "64", "128", "--seeds", "0", "--tokens", "512", "--step_tokens", "256", "--lrs", "3e-3",
+        "llama/debug", "--seq_lens", "64", "--seeds", "0", "--tokens", "512", "--step_tokens", "256", "--lrs", "3e-3",
         "6e-3", "--sweep_seq_len", "64", "--test", "256", "--validation", "128", "--processes", "1", *more]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -58,6 +58,7 @@ def finished(out: Path) -> dict[str, dict]:
     return {file.parent.name: json.loads(file.read_text()) for file in out.glob("cells/*/result.json")}
 
 
+@pytest.mark.slow
 def test_study_killed_in_the_middle_ends_with_the_same_numbers(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {n} of a text, {n * n % 97}.\n" for n in range(2000)))
@@ -79,8 +80,8 @@ def test_study_killed_in_the_middle_ends_with_the_same_numbers(tmp_path: Path) -
     output = whole.communicate(timeout=300)[0]
     assert whole.returncode == 0, output
     expected = finished(tmp_path / "whole")
-    # 4 at the shared rate, 2 more of the sweep, and the best ones that are new
-    assert 6 <= len(expected) <= 8
+    # 2 at the shared rate, 2 more of the sweep, and the best ones are among these
+    assert len(expected) == 4
     assert len(before) < len(expected)
     resumed = start(tmp_path / "killed", text)
     output = resumed.communicate(timeout=300)[0]
@@ -91,7 +92,7 @@ def test_study_killed_in_the_middle_ends_with_the_same_numbers(tmp_path: Path) -
         assert {key: found[name][key] for key in FIXED} == {key: result[key] for key in FIXED}
         assert result["tokens_seen"] == 512
         assert result["test"]["targets"] == 256
-        assert result["test"]["first_target"] == 128
+        assert result["test"]["first_target"] == 64
         assert result["test"]["stride"] == result["cell"]["seq_len"] // 2
         assert result["test"]["audit"]["failure"] == ""
     # what was finished before the kill was not made again
