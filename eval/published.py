@@ -49,8 +49,10 @@ def comparison(rows: pd.DataFrame, harmonic: str, mamba: str, llama: str) -> str
         "| length | published, bits a token: Transformer | Mamba | Harmonic | gap to Transformer | here, bits a byte: "
         f"{llama} | {mamba} | {harmonic} | gap to {llama} | gap to {mamba} |", "|---" * 10 + "|"]
     for length in sorted({*ENWIK8, *rows["seq_len"]}):
-        texts = [f"{length:,}", *("not run" if value is None else f"{value:.3f}" for value in ENWIK8.get(length, [None] * 3))]
-        transformer, _, published = ENWIK8.get(length, (None, None, None))
+        theirs = ENWIK8.get(length, (None, None, None))
+        transformer, _, published = theirs
+        missing = "out of memory" if length in ENWIK8 else "not run"
+        texts = [f"{length:,}", *(missing if value is None else f"{value:.3f}" for value in theirs)]
         texts.append(f"{1 - published / transformer:+.1%}" if published and transformer else "")
         ours = {name: means.get((name, length)) for name in (llama, mamba, harmonic)}
         texts += ["not run" if value is None else f"{value:.3f}" for value in ours.values()]

@@ -36,7 +36,8 @@ _TABLE = ("table.md",)
 SECTIONS = (
     Section("crossover", "Quality against context length", """\
 Models x lengths x seeds under one token budget: every cell is a run of stock torchtitan, exported, audited for causality, and
-scored on the same target tokens, in windows as long as it was trained on and a stride of half of them.
+scored on the same target tokens, in windows as long as it was trained on and a stride of half of them. Speeds are those of
+cells that ran beside one another on a machine that did other work, too: the losses are what was studied.
 """, ("results.csv", "best_lrs.json", "facts.json"), "crossover_beside_published", ("crossover.png", "curves.png")),
     Section("search", "Blocks around the three levels", """\
 Variants of the debug stack at equal parameters, tokens and sweeps, with Mamba and Llama beside them; each at its best. The
