@@ -32,7 +32,8 @@ lowest: $(VENV)/.installed
 	$(VENV)/bin/nox -s lowest
 
 bench: $(VENV)/.installed
-	$(RUN) -m benchmarks.scan --threads $(THREADS) --rounds 9 --csv docs/scan.csv --png docs/scan.png
+	mkdir -p outputs/scan
+	$(RUN) -m benchmarks.scan --threads $(THREADS) --rounds 9 --csv outputs/scan/scan.csv --png outputs/scan/scan.png
 
 clean:
 	rm -rf $(VENV) outputs

@@ -103,7 +103,21 @@ def ablation(folder: Path) -> str:
     return "\n".join(lines)
 
 
-BODIES = {body.__name__: body for body in (crossover, crossover_beside_published, ablation)}
+def scan(folder: Path) -> str:
+    """The table of `benchmarks.scan`."""
+    rows = pd.read_csv(folder / "scan.csv")
+    lines = ["| B x T x D | scan | backend | forward, over its bound | forward + backward, over its bound | forward, ns a "
+             "token | forward + backward, ns a token | python loop, over forward |", "|---" * 8 + "|"]
+    for key, group in rows.groupby(["B", "T", "D", "op", "backend"], sort=False):
+        B, T, D, op, backend = key
+        forward, both = (group[group["direction"] == name].iloc[0] for name in ("forward", "forward + backward"))
+        lines.append(
+            f"| {B} x {T:,} x {D} | `{op}` | {backend} | {forward['over_bound']:.2f} | {both['over_bound']:.2f} | "
+            f"{forward['ns_per_token']:.0f} | {both['ns_per_token']:.0f} | {forward['loop_over_it']:.1f} |")
+    return "\n".join(lines)
+
+
+BODIES = {body.__name__: body for body in (crossover, crossover_beside_published, ablation, scan)}
 
 _HEAD = """\
 # Results

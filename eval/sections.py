@@ -101,5 +101,5 @@ Processes that have read or written texts of two lengths, timed in turn, 100 tok
 Time of a scan that allocates its output over the time to stream the bytes that it must move (a `torch.add` of its two inputs
 into a ready buffer, scaled by the number of tensors), and of a python loop over the tokens over the scan's. `numba` is the
 default on a CPU, `torch` what runs without numba.
-""", ("table.md", "scan.csv"), figures=("scan.png",)),
+""", ("scan.csv",), "scan", ("scan.png",)),
 )
