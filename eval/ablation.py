@@ -24,7 +24,7 @@ from eval.cells import Cell, Model, merge, write
 from eval.commands import keep_command
 from eval.models import load_recurrent
 from eval.paired import report
-from eval.protocol import Protocol, check_overrides, run, text_of
+from eval.protocol import Protocol, check_overrides, data_of, run, text_of
 from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.layers.harmonic import HarmonicLevel
 from fla_harmonic.titan.config import parse_fields
@@ -202,7 +202,8 @@ def protocol_of(options: Options) -> Protocol:
     models = tuple(Model(name, "harmonic", options.base, at_equal_parameters(options.base, fields) if fields else ())
                    for name, fields in variants(options).items())
     models += tuple(Model(name, *name.partition("/")[::2]) for name in options.rivals)
-    text = text_of(options.dataset, options.dataset_path, options.tokenizer, options.assets, options.test, options.validation)
+    text = text_of(options.dataset, options.dataset_path, options.tokenizer, options.assets, options.test, options.validation,
+                   data_of(options.config_file, options.overrides))
     protocol = Protocol(
         models, options.seq_lens, options.seeds, options.lrs[0], options.lrs, options.seq_lens[0], options.tokens,
         options.step_tokens, 0, text, options.config_file, options.overrides)
@@ -220,7 +221,8 @@ def timescales(cell: Cell, directory: Path) -> list[list[float]]:
     """
     model = load_recurrent(directory)
     tokenizer = ByteTokenizer() if cell.text.tokenizer == "bytes" else JsonTokenizer(cell.text.assets)
-    split = load_split(cell.text.dataset, cell.text.path or None, "test", tokenizer)
+    data = data_of(cell.config_file, cell.overrides)
+    split = load_split(cell.text.dataset, cell.text.path or None, "test", tokenizer, data)
     layers = [module for module in model.modules() if isinstance(module, HarmonicAttention)]
     found: list[list[float]] = [[] for _ in layers[0].levels]
 
@@ -276,7 +278,7 @@ def timescales_of(cells: Sequence[Cell], out: Path) -> dict[str, list[list[float
 
 def main(options: Options) -> None:
     protocol = protocol_of(options)
-    keep_command(options.out)
+    keep_command(options.out, append=True)
     merge(options.merge, options.out)
     study = run(protocol, options.stages, options.part, options.out, options.processes, options.threads)
     report(study, options.out, "ablation.png")

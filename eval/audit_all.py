@@ -4,6 +4,7 @@ The audit of every flavor of the plugin, and of models with planted leaks: `pyth
 Exit status 1 if a flavor is not causal, or a planted leak is not seen. What is done is not audited again.
 """
 
+import hashlib
 import json
 import sys
 from dataclasses import asdict, dataclass
@@ -37,7 +38,9 @@ class Options:
 
 def verdict_of(name: str, model: nn.Module, options: Options) -> Audit:
     """The verdict on a model, or the one that is there."""
-    file = options.out / "verdicts" / f"{name.replace('/', '-')}-{options.length}.json"
+    shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    digest = hashlib.sha256(repr((getattr(model, "config", None), shapes)).encode()).hexdigest()[:10]
+    file = options.out / "verdicts" / f"{name.replace('/', '-')}-{options.length}-{digest}.json"
     if not file.is_file():
         write(file, json.dumps(asdict(audit(model, options.length, batch_size=4))))
     return Audit(**json.loads(file.read_text()))

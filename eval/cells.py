@@ -122,6 +122,8 @@ class Cell:
         """Of its folder: readable, and different for different cells. Where the text lies does not matter."""
         record = self.record
         record["text"] |= {"path": "", "assets": ""}
+        # a flavor of the same name may be another model tomorrow
+        record["flavor"] = flavor_digest(self.model.family, self.model.flavor)
         return folder_name(f"{self.model.label}-{self.seq_len}-seed{self.seed}-lr{self.lr:g}", record)
 
     def measure(self, folder: Path) -> dict[str, Any]:
@@ -173,6 +175,20 @@ def folder_name(text: str, record: dict[str, Any]) -> str:
     """A name for the folder of a record, with a text that tells people which it is."""
     digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:10]
     return f"{text.replace('/', '-').replace(' ', '-')}-{digest}"
+
+
+def flavor_digest(family: str, flavor: str) -> str:
+    """SHA-256 of what a flavor is; empty for one whose shape is a directory's."""
+    from eval.models import FAMILIES
+
+    args = FAMILIES.get(family, {}).get(flavor)
+    if args is None:
+        return ""
+    # without what a job sets in them
+    names = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier",
+             "tie_word_embeddings")
+    shape = args.config if hasattr(args, "config") else {name: getattr(args, name) for name in names}
+    return hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def file_digest(file: Path) -> str:

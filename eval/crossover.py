@@ -20,7 +20,7 @@ import tyro
 from eval.cells import Model, merge
 from eval.commands import keep_command
 from eval.paired import report
-from eval.protocol import Protocol, check_overrides, run, text_of
+from eval.protocol import Protocol, check_overrides, data_of, run, text_of
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def protocol_of(options: Options) -> tuple[Protocol, Preset]:
     preset = preset_of(options)
     check_overrides(preset.overrides)
     text = text_of(preset.dataset, options.dataset_path, preset.tokenizer, options.assets or ".", preset.test,
-                   preset.validation)
+                   preset.validation, data_of(preset.config_file, preset.overrides))
     models = tuple(Model(name, *name.partition("/")[::2]) for name in preset.models)
     protocol = Protocol(
         models, preset.seq_lens, preset.seeds, preset.shared_lr, preset.lrs, preset.sweep_seq_len, preset.tokens,
@@ -185,7 +185,7 @@ def protocol_of(options: Options) -> tuple[Protocol, Preset]:
 
 def main(options: Options) -> None:
     protocol, preset = protocol_of(options)
-    keep_command(options.out)
+    keep_command(options.out, append=True)
     merge(options.merge, options.out)
     study = run(protocol, options.stages, options.part, options.out, preset.processes, preset.threads)
     report(study, options.out, "crossover.png")

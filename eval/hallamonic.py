@@ -24,7 +24,7 @@ from torchtitan.config import ConfigManager
 from eval import generation, length
 from eval.cells import write
 from eval.commands import keep_command
-from eval.models import digest, load
+from eval.models import digest, load, trained_length
 from fla_harmonic.titan.config import data_section
 from fla_harmonic.titan.data import load_split
 from fla_harmonic.titan.tokenizer import JsonTokenizer
@@ -106,7 +106,7 @@ def main(options: Options, overrides: list[str]) -> None:
         if torch.accelerator.is_available():
             model.to(torch.accelerator.current_accelerator())
         subjects.append(generation.Subject(
-            name, model, digest(folder), getattr(model.config, "max_position_embeddings", None)))
+            name, model, digest(folder), trained_length(model)))
     costs = generation.run(subjects, split.tokens, options.generation_contexts, options.new_tokens, options.rounds,
                            options.piece, options.out / "generation")
     write(options.out / "generation.jsonl", "".join(json.dumps(record) + "\n" for record in costs))

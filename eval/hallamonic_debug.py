@@ -6,7 +6,8 @@ layers, that begin as the attention or at random; phase 1 trains these alone, ph
 titan_configs/hallamonic_debug_phase{1,2}.toml. Every model is scored on the same bytes after 1,024 to 16,384 others: what is
 beyond the length that it was trained on is labelled so, and never counts as the best.
 
-The two phases read text that the Llama has not read, so that it is how a curve runs, and not how low, that tells of the
+Phase 1 reads, in the same order, the first windows that the Llama read; phase 2 reads the same split in longer sequences.
+All in all a converted model has read more than its Llama, so that it is how a curve runs, and not how low, that tells of the
 conversion. With `--control` a Llama that goes on for as many steps is there too.
 
 A run that was killed goes on where it stopped.
@@ -71,9 +72,11 @@ def cell(
     config_file = Path("titan_configs") / f"{config}.toml"
     job = ConfigManager().parse_args([f"--job.config_file={config_file}", "--model.hf_assets_path=."])
     training = job.training
+    batch = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size
     return Cell(
         model=model, text=text, config_file=str(config_file), config_digest=file_digest(config_file),
-        seq_len=training.seq_len, step_tokens=training.local_batch_size * training.seq_len, steps=steps or training.steps,
+        seq_len=training.seq_len, step_tokens=batch * training.seq_len, steps=steps or training.steps,
+        micro_tokens=training.local_batch_size * training.seq_len,
         seed=seed, lr=job.optimizer.lr, longest=max(1024, training.seq_len),
         overrides=(f"--job.description={start}", *overrides))
 

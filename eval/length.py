@@ -35,7 +35,7 @@ from eval.audit import check_causal
 from eval.cells import machine, write
 from eval.commands import keep_command
 from eval.context import Losses, buckets, is_recurrent, position_losses, window_starts
-from eval.models import digest, load
+from eval.models import digest, load, trained_length
 from eval.targets import bits, target_losses
 from fla_harmonic.titan.config import data_section
 from fla_harmonic.titan.data import TokenSplit, load_split
@@ -218,7 +218,7 @@ def run(directory: Path, label: str, plan: Plan, split: TokenSplit, options: Opt
         ValueError: the text has tokens that it does not know.
     """
     model: Any = load(directory)[0]
-    trained = getattr(model.config, "max_position_embeddings", None)
+    trained = trained_length(model)
     limit = None if is_recurrent(model) or options.beyond else trained
     cells = plan.cells(digest(directory), limit)
     files = {cell: options.out / "cells" / f"{cell.name}.json" for cell in cells}

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fla_harmonic import HarmonicForCausalLM
+from fla_harmonic.hallamonic.configuration_hallamonic import UNLIMITED
 from fla_harmonic.titan.flavors import HARMONIC, LLAMA, MAMBA
 from fla_harmonic.titan.llama import LlamaArgs
 from fla_harmonic.titan.mamba import load_mamba
@@ -41,6 +42,15 @@ def digest(directory: Path) -> str:
         with file.open("rb") as stream:
             found.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
     return found.hexdigest()
+
+
+def trained_length(model: PreTrainedModel) -> int | None:
+    """
+    Tokens of the longest sequences that a model was trained on, as its configuration says; None where it does not know, as in
+    a conversion that was not trained yet.
+    """
+    length = getattr(model.config, "max_position_embeddings", None)
+    return None if length == UNLIMITED else length
 
 
 def build(flavor: str, vocab_size: int | None = None, longest: int | None = None) -> PreTrainedModel:

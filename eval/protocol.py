@@ -8,12 +8,15 @@ at the end. Differences between models are taken seed by seed: two models of a s
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config import ConfigManager
+
 from eval.cells import Cell, Model, Text, check_cells, file_digest, run_cells
+from fla_harmonic.titan.config import Data, data_section
 from fla_harmonic.titan.corpus import load_documents
 
 
@@ -98,17 +101,39 @@ class Protocol:
         check_cells(self.sweep())
 
 
-def text_of(dataset: str, path: str, tokenizer: str, assets: str, test: int, validation: int) -> Text:
+def text_of(
+    dataset: str,
+    path: str,
+    tokenizer: str,
+    assets: str,
+    test: int,
+    validation: int,
+    data: Data | None = None,
+) -> Text:
     """
-    A text with its digest.
+    A text with its digest, in which the tokenizer has a part; `data` is the job's `[data]` section.
 
     Raises:
-        ValueError, FileNotFoundError: as `load_documents`.
+        ValueError, FileNotFoundError: as `load_documents`; or states would start anew at each document, which is not scored.
     """
+    data = Data() if data is None else data
+    if data.reset_documents:
+        raise ValueError("a study scores documents as one text, but data.reset_documents = true. Leave it out.")
     digest = hashlib.sha256()
-    for document in load_documents(dataset, path or None):
+    for document in load_documents(
+            dataset, path or None, text_field=data.text_field, hub_config=data.hub_config, hub_split=data.hub_split):
         digest.update(len(document).to_bytes(8, "little") + document)
+    if tokenizer == "hf":
+        file = Path(assets) / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"expected the tokenizer of the study at {file}; found none. Pass `--assets FOLDER`.")
+        digest.update(file.read_bytes())
     return Text(dataset, path, digest.hexdigest(), tokenizer, assets, test, validation)
+
+
+def data_of(config_file: str, overrides: Sequence[str]) -> Data:
+    """The `[data]` section of a job."""
+    return data_section(ConfigManager().parse_args([f"--job.config_file={config_file}", *overrides]))
 
 
 def best_lrs(results: Iterable[dict[str, Any]]) -> dict[str, float]:
@@ -156,8 +181,8 @@ def run(protocol: Protocol, stages: tuple[str, ...], part: str, out: Path, proce
     Runs the stages.
 
     Returns:
-        `results`, by stage, of the cells that are there at the end, and `lrs`, the best learning rate of each model; both
-        without what another part has to bring.
+        `results`, by stage: the sweep's cells that are there at the end, and the grids that are whole; and `lrs`, the best
+        learning rate of each model, empty where another part has to bring some of the sweep.
 
     Raises:
         RuntimeError: the best learning rates are wanted and sweeps are missing.
@@ -167,15 +192,22 @@ def run(protocol: Protocol, stages: tuple[str, ...], part: str, out: Path, proce
         if stage in stages:
             run_cells(share(cells, part), out, processes, threads, stage)
         results[stage] = finished(cells, out)
+    # a grid with holes would set means over different seeds side by side
+    if len(results["shared"]) < len(protocol.shared()):
+        print(f"shared: {len(results['shared'])} of {len(protocol.shared())} cells, no table")
+        results["shared"] = []
     lrs = best_lrs(results["sweep"]) if len(results["sweep"]) == len(protocol.sweep()) else {}
-    if "best" in stages and not lrs and part == "1/1":
+    if "best" in stages and not lrs and (part == "1/1" or "sweep" not in stages):
         raise RuntimeError("the best learning rates need the whole sweep; some of its cells are missing. Run `--stages "
                            "sweep`, or `--merge` the folders that have them.")
     if lrs:
         cells = protocol.grid(lrs)
         if "best" in stages:
             run_cells(share(cells, part), out, processes, threads, "best")
-        results["best"] = finished(cells, out)
+        found = finished(cells, out)
+        if len(found) < len(cells):
+            print(f"best: {len(found)} of {len(cells)} cells, no table")
+        results["best"] = found if len(found) == len(cells) else []
     return {"results": results, "lrs": lrs}
 
 

@@ -88,8 +88,8 @@ def ablation(folder: Path) -> str:
         return sweep(stages["sweep"])
     value = "bits_per_byte"
     base = rows["model"].iloc[0]
-    lines = [f"| variant | parameters | learning rate | bits per byte | minus {base} | 95% interval | lower in |",
-             "|---|---|---|---|---|---|---|"]
+    lines = [f"| variant | parameters | learning rate | bits per token (validation) | bits per byte (test) | minus {base} | "
+             "95% interval | lower in |", "|---" * 8 + "|"]
     for model, mine in rows.groupby("model", sort=False):
         texts = ["", "", ""]
         if model != base:
@@ -98,6 +98,7 @@ def ablation(folder: Path) -> str:
                      f"{int(row['wins'])} of {int(row['seeds'])}"]
         values, first = mine[value], mine.iloc[0]
         texts = [str(model), f"{first['parameters']:,}", f"{first['lr']:g}",
+                 f"{mine['validation_bits_per_token'].mean():.3f}",
                  f"{values.mean():.3f} ({values.min():.3f} to {values.max():.3f})", *texts]
         lines.append("| " + " | ".join(texts) + " |")
     return "\n".join(lines)
@@ -123,8 +124,7 @@ _HEAD = """\
 # Results
 
 Written by `python -m eval.report` from the files in `{results}`, which the commands below left. Absolute times depend on the
-machine, ratios within a table less. Every model was audited for causality (`python -m eval.audit`) before it was scored. All
-ran on two shared cores of a CPU, in float32; nothing here was measured on a GPU.
+machine, ratios within a table less. Every model was audited for causality (`python -m eval.audit`) before it was scored.
 """
 
 

@@ -1,5 +1,6 @@
 """What a cell's process does; importing this module brings torchtitan with the plugin."""
 
+import json
 import os
 import socket
 from dataclasses import asdict
@@ -41,6 +42,7 @@ def measure(cell: Cell, folder: Path) -> dict[str, Any]:
     ran_on = kernels(cell.model.family)
     arguments = cell.arguments(folder)
     train(ConfigManager().parse_args(arguments))
+    check_finite(cell, folder)
     steps = curve(folder)
     seen = int(steps["n_tokens_seen"].iloc[-1])
     if seen != cell.tokens:
@@ -53,6 +55,20 @@ def measure(cell: Cell, folder: Path) -> dict[str, Any]:
         "peak_memory_gib": float(steps["memory/max_active(GiB)"].max()), "kernels": ran_on,
         **scores(cell, job, folder / "hf"),
     }
+
+
+def check_finite(cell: Cell, folder: Path) -> None:
+    """
+    Raises:
+        RuntimeError: a logged loss is not finite.
+    """
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        # what is not finite is written as null
+        if record.get("loss_metrics/global_avg_loss", 0.0) is None:
+            raise RuntimeError(
+                f"expected finite losses; that of step {record['step']} is none, at the learning rate {cell.lr:g}. Leave that "
+                "rate out of the sweep (`--lrs`).")
 
 
 def train(job: JobConfig) -> None:

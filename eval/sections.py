@@ -40,8 +40,9 @@ scored on the same target tokens, in windows as long as it was trained on and a 
 cells that ran beside one another on a machine that did other work, too: the losses are what was studied.
 """, ("results.csv", "best_lrs.json", "facts.json"), "crossover_beside_published", ("crossover.png", "curves.png")),
     Section("search", "Blocks around the three levels", """\
-Variants of the debug stack at equal parameters, tokens and sweeps, with Mamba and Llama beside them; each at its best. The
-flavor `debug-best` is the one with three blocks that keeps a slow level.
+Variants of the debug stack at equal parameters, tokens and sweeps, with Mamba and Llama beside them; each at its best.
+`debug-best` was chosen from one seed, on the validation split, and only Harmonic was searched: it is the variant with three
+blocks that keeps a slow level.
 """, ("results.csv",), "ablation"),
     Section("ablation", "What the parts are worth", f"""\
 Variants of the debug flavor at equal parameters, at one learning rate, in pairs with the full model. Its decays are free and
@@ -62,7 +63,7 @@ Small generated tasks that recurrences are known to be weak at: multi-query asso
 distance.
 """, ("table.md", "recall.jsonl", "recall.csv"), figures=("recall.png",)),
     Section("lambada", "The last word", """\
-LAMBADA's task through lm-eval: the whole last word of a passage, here of passages that were cut from the local text.
+LAMBADA's task through lm-eval: the whole last word of a passage. The table says of what text.
 """, ("table.md", "lambada.jsonl"), figures=("lambada.png",)),
     Section("memory", "Memory of a training step", """\
 Peak memory and time of one step of batch 1 against length, each in a process of its own, until it fails. The time is that of

@@ -120,9 +120,11 @@ def test_audit_of_all_fails_for_a_flavor_that_leaks_and_for_a_leak_that_is_misse
     audit_all.main(options)
     assert "| harmonic/debug | yes |" in capsys.readouterr().out
     assert len(list((tmp_path / "right" / "verdicts").iterdir())) == 1 + len(MIXES)
-    monkeypatch.setattr(audit_all, "build", lambda flavor: Table(mix="shift"))
     # what is done is not audited again
-    audit_all.main(options)
+    with monkeypatch.context() as patch:
+        patch.setattr(audit_all, "audit", None)
+        audit_all.main(options)
+    monkeypatch.setattr(audit_all, "build", lambda flavor: Table(mix="shift"))
     with pytest.raises(SystemExit, match="harmonic/debug"):
         audit_all.main(audit_all.Options(("harmonic/debug",), 136, tmp_path / "leaks"))
     monkeypatch.setattr(audit_all, "MIXES", ("none",))

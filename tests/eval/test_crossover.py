@@ -23,10 +23,18 @@ FIXED = ("parameters", "flops_per_token", "tokens_seen", "kernels", "test", "val
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_presets_are_comparable(name: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("text " * 1000)
-    options = Options(preset=name, dataset="text", dataset_path=str(tmp_path / "text"))  # type: ignore[arg-type]
+    (tmp_path / "tokenizer.json").write_text("{}")
+    options = Options(preset=name, dataset="text", dataset_path=str(tmp_path / "text"),  # type: ignore[arg-type]
+                      assets=str(tmp_path))
     protocol, preset = protocol_of(options)
     assert len(protocol.shared()) == len(preset.models) * len(preset.seq_lens) * len(preset.seeds)
     assert {cell.tokens for cell in protocol.shared()} == {preset.tokens}
+
+
+def test_study_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("text " * 1000)
+    with pytest.raises(FileNotFoundError, match="--assets"):
+        protocol_of(Options(preset="paper", dataset="text", dataset_path=str(tmp_path / "text"), assets=str(tmp_path)))
 
 
 def test_options_are_set_over_the_preset() -> None:

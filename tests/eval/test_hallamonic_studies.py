@@ -118,9 +118,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Cell], list[Convert]
         cells.extend(some)
         return [{} for _ in some]
 
+    def convert(options: Convert) -> None:
+        converted.append(options)
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "tokenizer.json").write_text("{}")
+
     for module in (hallamonic_debug, hallamonic_phase1):
         monkeypatch.setattr(module, "run_cells", run_cells)
-        monkeypatch.setattr(module, "convert", converted.append)
+        monkeypatch.setattr(module, "convert", convert)
     return cells, converted
 
 
