@@ -8,7 +8,6 @@ Every set of layers begins as attention and at random; each is audited before it
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import tyro
 from transformers import PreTrainedModel
 
 from eval.audit import audit
+from eval.cells import write
 from eval.commands import keep_command
 from fla_harmonic.hallamonic.convert import convert_model, layer_options, load_source, parse_layers
 
@@ -154,13 +154,10 @@ def main(options: Options) -> None:
             result = run(cell, *loaded)
             print(f"layers {cell['layers']}, {cell['init']}: {result['bits_per_token']:.4f} bits per token", flush=True)
             known.append(result)
-            # a line that is cut off would be read as a whole one
-            draft = file.with_suffix(".draft")
-            draft.write_text("".join(json.dumps(row) + "\n" for row in known))
-            os.replace(draft, file)
+            write(file, "".join(json.dumps(row) + "\n" for row in known))
         results.append(result)
     text = table(results)
-    (options.out / "start.md").write_text(text + "\n")
+    write(options.out / "start.md", text + "\n")
     plot(results, options.out / "start.png")
     print(f"{text}\n\n{options.out / 'start.md'}, {options.out / 'start.png'}")
 
