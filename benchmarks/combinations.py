@@ -15,7 +15,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 import fla_harmonic.titan  # noqa: F401  (registers the specs)
 from benchmarks.parallel import ROOT
-from fla_harmonic.titan.model import HFModelArgs
+from fla_harmonic.titan.models.hf_model import HFModelArgs
 
 FAMILIES = ("harmonic", "mamba", "llama")
 # fields of the job that are set

@@ -402,7 +402,7 @@ def differences(counted: dict[str, Counter[tuple[str, int]]], shapes: Shapes) ->
 
 def debug_shapes() -> Shapes:
     """Shapes of the model that is counted."""
-    from fla_harmonic.titan.flavors import HARMONIC
+    from fla_harmonic.titan.models.flavors import HARMONIC
 
     return Shapes.of(HARMONIC["debug"].hf_config())  # type: ignore[arg-type]
 

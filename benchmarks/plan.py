@@ -132,7 +132,7 @@ class Model:
 
     @classmethod
     def build(cls) -> "Model":
-        from fla_harmonic.titan.model import HFModel, HFModelArgs
+        from fla_harmonic.titan.models.hf_model import HFModel, HFModelArgs
 
         config = _config(WIDTH, MLP, BLOCKS, VOCAB)
         args = HFModelArgs.of(config)

@@ -20,18 +20,18 @@ import numpy as np
 import torch
 import tyro
 
-from eval.cells import Cell, Model, merge, write
-from eval.commands import keep_command
-from eval.models import load_recurrent
-from eval.paired import report
-from eval.protocol import Protocol, check_overrides, data_of, run, text_of
+from eval.scoring.models import load_recurrent
+from eval.study.cells import Cell, Model, merge, write
+from eval.study.commands import keep_command
+from eval.study.paired import report
+from eval.study.protocol import Protocol, check_overrides, data_of, run, text_of
 from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.layers.harmonic import HarmonicLevel
+from fla_harmonic.text.tokenizers import ByteTokenizer, JsonTokenizer
+from fla_harmonic.titan.components.dataloader import load_split
 from fla_harmonic.titan.config import parse_fields
-from fla_harmonic.titan.data import load_split
-from fla_harmonic.titan.flavors import HARMONIC
-from fla_harmonic.titan.model import HFModelArgs
-from fla_harmonic.titan.tokenizer import ByteTokenizer, JsonTokenizer
+from fla_harmonic.titan.models.flavors import HARMONIC
+from fla_harmonic.titan.models.hf_model import HFModelArgs
 
 STUDIES: dict[str, dict[str, tuple[str, ...]]] = {
     "ablation": {

@@ -24,7 +24,7 @@ import tyro
 from fla.models.utils import FLAGenerationMixin
 from torch import nn
 
-from eval.models import build, load
+from eval.scoring.models import build, load
 from fla_harmonic import HallamonicForCausalLM
 
 # borders of chunks and blocks are at multiples of this: fla's chunks have 64 or 128 tokens, ours 256

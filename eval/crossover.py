@@ -17,10 +17,10 @@ from typing import Literal
 
 import tyro
 
-from eval.cells import Model, merge
-from eval.commands import keep_command
-from eval.paired import report
-from eval.protocol import Protocol, check_overrides, data_of, run, text_of
+from eval.study.cells import Model, merge
+from eval.study.commands import keep_command
+from eval.study.paired import report
+from eval.study.protocol import Protocol, check_overrides, data_of, run, text_of
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import tyro
 
-from eval.models import load_recurrent
+from eval.scoring.models import load_recurrent
 from fla_harmonic import HarmonicForCausalLM
 
 LENGTHS = (1_000, 100_000)

@@ -21,13 +21,14 @@ import torch
 import tyro
 from torchtitan.config import ConfigManager
 
-from eval import generation, length
-from eval.cells import write
-from eval.commands import keep_command
-from eval.models import digest, load, trained_length
+from eval import length
+from eval.scoring import generation
+from eval.scoring.models import digest, load, trained_length
+from eval.study.cells import write
+from eval.study.commands import keep_command
+from fla_harmonic.text.tokenizers import JsonTokenizer
+from fla_harmonic.titan.components.dataloader import load_split
 from fla_harmonic.titan.config import data_section
-from fla_harmonic.titan.data import load_split
-from fla_harmonic.titan.tokenizer import JsonTokenizer
 
 
 @dataclass

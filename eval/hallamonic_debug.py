@@ -22,8 +22,8 @@ import tyro
 from torchtitan.config import ConfigManager
 
 from eval import length
-from eval.cells import Cell, Model, Text, file_digest, run_cells
-from eval.protocol import text_of
+from eval.study.cells import Cell, Model, Text, file_digest, run_cells
+from eval.study.protocol import text_of
 from fla_harmonic.hallamonic.convert import Convert, convert
 
 

@@ -20,8 +20,8 @@ import tyro
 from transformers import PreTrainedModel
 
 from eval.audit import audit
-from eval.cells import write
-from eval.commands import keep_command
+from eval.study.cells import write
+from eval.study.commands import keep_command
 from fla_harmonic.hallamonic.convert import convert_model, layer_options, load_source, parse_layers
 
 INITS = ("attention", "random")

@@ -36,12 +36,12 @@ from scipy import stats
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.audit import check_causal
-from eval.cells import machine, write
-from eval.commands import keep_command
-from eval.models import digest, load
-from eval.passages import passages
-from eval.whole_words import WholeWords, bos_ids
-from fla_harmonic.titan.corpus import load_documents, split_documents
+from eval.scoring.models import digest, load
+from eval.study.cells import machine, write
+from eval.study.commands import keep_command
+from eval.tasks.passages import passages
+from eval.tasks.whole_words import WholeWords, bos_ids
+from fla_harmonic.text.corpus import load_documents, split_documents
 
 
 @dataclass

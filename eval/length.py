@@ -32,14 +32,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from eval.audit import check_causal
-from eval.cells import machine, write
-from eval.commands import keep_command
-from eval.context import Losses, buckets, is_recurrent, position_losses, window_starts
-from eval.models import digest, load, trained_length
-from eval.targets import bits, target_losses
+from eval.scoring.context import Losses, buckets, is_recurrent, position_losses, window_starts
+from eval.scoring.models import digest, load, trained_length
+from eval.scoring.targets import bits, target_losses
+from eval.study.cells import machine, write
+from eval.study.commands import keep_command
+from fla_harmonic.text.tokenizers import JsonTokenizer
+from fla_harmonic.titan.components.dataloader import TokenSplit, load_split
 from fla_harmonic.titan.config import data_section
-from fla_harmonic.titan.data import TokenSplit, load_split
-from fla_harmonic.titan.tokenizer import JsonTokenizer
 
 CONTEXTS = tuple(2 ** power for power in range(8, 17))
 BEYOND, UNKNOWN = "beyond trained length", "trained length unknown"

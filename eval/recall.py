@@ -1,10 +1,10 @@
 """
 Recall, where recurrences are known to be weak: `python -m eval.recall`.
 
-Two generated tasks (`eval.recall_tasks`): associative recall of many pairs (MQAR), and a passkey asked for at growing
+Two generated tasks (`eval.tasks.recall_tasks`): associative recall of many pairs (MQAR), and a passkey asked for at growing
 distance. Each model trains on a task by itself, on as many tokens as every other: at each learning rate of a sweep, which is
 the same for all and decided on the validation set with the first seed; then with every seed at its best. The test sequences
-are the same for all. No text is involved, so no torchtitan: a plain loop trains (`eval.recall_cell`).
+are the same for all. No text is involved, so no torchtitan: a plain loop trains (`eval.tasks.recall_cell`).
 
 A model that reads the future gets no score. What is longer than a model was trained on says so. A study that was killed goes
 on where it stopped.
@@ -21,10 +21,10 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import tyro
 
-from eval.cells import Model, run_cells, write
-from eval.commands import keep_command
-from eval.recall_cell import RecallCell
-from eval.recall_tasks import MQAR, Passkey, Size
+from eval.study.cells import Model, run_cells, write
+from eval.study.commands import keep_command
+from eval.tasks.recall_cell import RecallCell
+from eval.tasks.recall_tasks import MQAR, Passkey, Size
 
 TITLES = {
     "mqar": "MQAR, share of queries with the right value",
@@ -206,7 +206,7 @@ def run(preset: Preset, out: Path) -> list[dict[str, Any]]:
             raise ValueError(f"`{name}` must be one or more different values; got {values}.")
 
     def stage(title: str, planned: list[RecallCell]) -> list[dict[str, Any]]:
-        return run_cells(planned, out, preset.processes, preset.threads, title, "eval.recall_cell")
+        return run_cells(planned, out, preset.processes, preset.threads, title, "eval.tasks.recall_cell")
 
     # before any of them runs: a mistake in the second task shows here
     sweeps = [cell for task in preset.tasks

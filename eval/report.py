@@ -17,12 +17,12 @@ from pathlib import Path
 import pandas as pd
 import tyro
 
-from eval import published
-from eval.cells import write
-from eval.commands import NAME as COMMANDS
-from eval.models import FAMILIES
-from eval.paired import STAGE_TITLES, costs, differences, interval, paired, sweep, table
-from eval.sections import SECTIONS
+from eval.scoring.models import FAMILIES
+from eval.study import published
+from eval.study.cells import write
+from eval.study.commands import NAME as COMMANDS
+from eval.study.paired import STAGE_TITLES, costs, differences, interval, paired, sweep, table
+from eval.study.sections import SECTIONS
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 import tyro
 from transformers import GenerationMixin
 
-from eval.models import load
+from eval.scoring.models import load
 
 
 @dataclass

@@ -17,11 +17,11 @@ from torchtitan.config import ConfigManager
 from transformers import PreTrainedModel
 
 from eval.audit import Audit, check_causal
-from eval.models import load
-from eval.targets import bits, target_losses
+from eval.scoring.models import load
+from eval.scoring.targets import bits, target_losses
+from fla_harmonic.text.tokenizers import JsonTokenizer
+from fla_harmonic.titan.components.dataloader import TokenSplit, load_split
 from fla_harmonic.titan.config import data_section
-from fla_harmonic.titan.data import TokenSplit, load_split
-from fla_harmonic.titan.tokenizer import JsonTokenizer
 
 
 @dataclass
@@ -105,7 +105,7 @@ def score(
         batch_size (int):
             Windows computed at once.
         stride (int, Optional):
-            Targets of a window, the last ones; see `eval.targets.windows`. Default: all of them.
+            Targets of a window, the last ones; see `eval.scoring.targets.windows`. Default: all of them.
         targets (range, Optional):
             Positions of the targets in the split. Default: every token but the first.
         num_bytes (int, Optional):

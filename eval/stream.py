@@ -19,11 +19,11 @@ from tqdm import tqdm
 
 from eval.audit import check_causal
 from eval.growth import MODES, measure, table
-from eval.models import load_recurrent
-from eval.text_pieces import TextPieces
+from eval.scoring.models import load_recurrent
+from eval.scoring.text_pieces import TextPieces
 from fla_harmonic import HarmonicForCausalLM
 from fla_harmonic.models.harmonic.streaming import HarmonicStream
-from fla_harmonic.titan.tokenizer import JsonTokenizer
+from fla_harmonic.text.tokenizers import JsonTokenizer
 
 # what the state of a stream keeps of its text
 _KEYS = ("num_bytes", "text_bytes", "text_digest")

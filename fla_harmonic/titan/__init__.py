@@ -10,7 +10,7 @@ The torchtitan train specs `harmonic`, `mamba`, `llama` and `hallamonic`: import
 
 from collections.abc import Mapping
 
-from fla_harmonic.titan.cpu import check_torchtitan_version, install_cpu_shim
+from fla_harmonic.titan.patches.cpu import check_torchtitan_version, install_cpu_shim
 
 # before an import below meets another torchtitan, or takes over the device of this one
 check_torchtitan_version()
@@ -21,21 +21,21 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.protocols import BaseModelArgs, ModelProtocol, StateDictAdapter, train_spec
 from torchtitan.protocols.train_spec import ParallelizeFunction, TrainSpec
 
-from fla_harmonic.titan.checkpoint import install_checkpoint_hooks
-from fla_harmonic.titan.flavors import HARMONIC, LLAMA, MAMBA
-from fla_harmonic.titan.flops import use_honest_peak_flops
-from fla_harmonic.titan.gradient_scale import replicas_summed
-from fla_harmonic.titan.hallamonic import HALLAMONIC, Hallamonic, read_directory
-from fla_harmonic.titan.llama import Llama, LlamaStateDictAdapter
-from fla_harmonic.titan.loss import build_loss
-from fla_harmonic.titan.metrics import build_metrics_processor
-from fla_harmonic.titan.model import HFModel, HFStateDictAdapter
-from fla_harmonic.titan.optimizer import build_optimizers
-from fla_harmonic.titan.parallelize import parallelize, parallelize_llama_anywhere
-from fla_harmonic.titan.pipeline import pipeline
-from fla_harmonic.titan.stateful import build_dataloader
-from fla_harmonic.titan.tokenizer import build_tokenizer
-from fla_harmonic.titan.validate import build_validator
+from fla_harmonic.text.tokenizers import build_tokenizer
+from fla_harmonic.titan.components.loss import build_loss
+from fla_harmonic.titan.components.metrics import build_metrics_processor
+from fla_harmonic.titan.components.optimizer import build_optimizers
+from fla_harmonic.titan.components.stateful import build_dataloader
+from fla_harmonic.titan.components.validate import build_validator
+from fla_harmonic.titan.distributed.gradient_scale import replicas_summed
+from fla_harmonic.titan.distributed.parallelize import parallelize, parallelize_llama_anywhere
+from fla_harmonic.titan.distributed.pipeline import pipeline
+from fla_harmonic.titan.models.flavors import HARMONIC, LLAMA, MAMBA
+from fla_harmonic.titan.models.flops import use_honest_peak_flops
+from fla_harmonic.titan.models.hallamonic import HALLAMONIC, Hallamonic, read_directory
+from fla_harmonic.titan.models.hf_model import HFModel, HFStateDictAdapter
+from fla_harmonic.titan.models.llama import Llama, LlamaStateDictAdapter
+from fla_harmonic.titan.patches.checkpoint import install_checkpoint_hooks
 
 _FAMILIES: dict[str, tuple[type[ModelProtocol], Mapping[str, BaseModelArgs], ParallelizeFunction, type[StateDictAdapter]]] = {
     "harmonic": (HFModel, HARMONIC, parallelize, HFStateDictAdapter),

@@ -4,7 +4,7 @@ A torchtitan checkpoint as a Hugging Face directory.
     python -m fla_harmonic.titan.export --checkpoint outputs/x/checkpoint --config_file titan_configs/x.toml --out DIR
 
 writes config.json, model.safetensors and the tokenizer's files, which `AutoModelForCausalLM.from_pretrained(DIR)` loads
-(Harmonic after `import fla_harmonic`; Mamba better by `fla_harmonic.titan.mamba.load_mamba(DIR)`). What follows these
+(Harmonic after `import fla_harmonic`; Mamba better by `fla_harmonic.models.mamba.load_mamba(DIR)`). What follows these
 options overrides the TOML, as in training.
 """
 
@@ -24,11 +24,11 @@ from torchtitan.tools.logging import init_logger, logger
 from transformers import PreTrainedModel
 
 import fla_harmonic.titan  # noqa: F401  (registers the specs)
-from fla_harmonic.titan.budget import keep_token_budget
-from fla_harmonic.titan.checkpoint import checkpoint_steps, is_whole
-from fla_harmonic.titan.hallamonic import HallamonicArgs
-from fla_harmonic.titan.llama import LlamaArgs
-from fla_harmonic.titan.model import HFModelArgs
+from fla_harmonic.titan.components.budget import keep_token_budget
+from fla_harmonic.titan.models.hallamonic import HallamonicArgs
+from fla_harmonic.titan.models.hf_model import HFModelArgs
+from fla_harmonic.titan.models.llama import LlamaArgs
+from fla_harmonic.titan.patches.checkpoint import checkpoint_steps, is_whole
 
 
 @dataclass

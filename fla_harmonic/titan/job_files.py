@@ -14,7 +14,7 @@ import tyro
 from torchtitan.protocols.train_spec import get_train_spec
 
 import fla_harmonic.titan  # noqa: F401  (registers the families)
-from fla_harmonic.titan.flavors import SIZES
+from fla_harmonic.titan.models.flavors import SIZES
 
 _FAMILIES = ("harmonic", "mamba", "llama")
 _FILE = '''\

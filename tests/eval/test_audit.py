@@ -10,8 +10,8 @@ from torch import nn
 from eval import audit as command
 from eval import audit_all
 from eval.audit import audit, check_causal, splits
-from eval.models import FAMILIES, build
-from eval.planted_leaks import MIXES, Table
+from eval.scoring.models import FAMILIES, build
+from eval.scoring.planted_leaks import MIXES, Table
 
 FLAVORS = [f"{family}/{size}" for family, sizes in FAMILIES.items() for size in sizes if size.startswith("debug")]
 

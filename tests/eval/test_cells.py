@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.cells import Cell, Model, Text, check_cells, merge, redirected, write
+from eval.study.cells import Cell, Model, Text, check_cells, merge, redirected, write
 
 TEXT = Text("text", "a.txt", "0" * 64, "bytes", ".", 64, 32)
 CELL = Cell(Model("harmonic/debug", "harmonic", "debug"), TEXT, "titan_configs/harmonic_debug.toml", "0", seq_len=256,

@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval import generation, hallamonic, hallamonic_debug, hallamonic_phase1
-from eval.cells import Cell
-from eval.generation import Generation, Subject
+from eval import hallamonic, hallamonic_debug, hallamonic_phase1
+from eval.scoring import generation
+from eval.scoring.generation import Generation, Subject
+from eval.study.cells import Cell
 from fla_harmonic.hallamonic.convert import Convert, convert_model
-from fla_harmonic.titan.tokenizer import ByteTokenizer
+from fla_harmonic.text.tokenizers import ByteTokenizer
 
 LAYERS, KV_HEADS, HEAD, LEVEL = 3, 2, 8, 32
 

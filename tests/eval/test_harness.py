@@ -16,7 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer
 
 from fla_harmonic import HarmonicConfig, HarmonicForCausalLM
-from fla_harmonic.titan.tokenizer import ByteTokenizer
+from fla_harmonic.text.tokenizers import ByteTokenizer
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 40

@@ -15,12 +15,12 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from eval import lambada
 from eval.lambada import Options, Source, evaluate, main, source_of, table
-from eval.passages import passages
-from eval.planted_leaks import Table
-from eval.whole_words import WholeWords, bos_ids
+from eval.scoring.planted_leaks import Table
+from eval.tasks.passages import passages
+from eval.tasks.whole_words import WholeWords, bos_ids
 from fla_harmonic import HarmonicConfig, HarmonicForCausalLM
-from fla_harmonic.titan.mamba import build_mamba
-from fla_harmonic.titan.tokenizer import ByteTokenizer
+from fla_harmonic.models.mamba.modeling_mamba import build_mamba
+from fla_harmonic.text.tokenizers import ByteTokenizer
 
 LENGTH = 64
 KNOWN = "the cat sat on the mat and the dog sat on the log"

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, PreTrainedModel
 
 from eval import length
-from eval.context import Losses, buckets, is_recurrent, plain_head, window_starts
 from eval.length import BEYOND, UNKNOWN, Options, Plan, frame, main, measure, plan_of, table, text_bytes
-from eval.planted_leaks import Table
-from eval.targets import window_losses
+from eval.scoring.context import Losses, buckets, is_recurrent, plain_head, window_starts
+from eval.scoring.planted_leaks import Table
+from eval.scoring.targets import window_losses
 from fla_harmonic import HarmonicConfig, HarmonicForCausalLM
-from fla_harmonic.titan.data import TokenSplit
-from fla_harmonic.titan.mamba import build_mamba
-from fla_harmonic.titan.tokenizer import ByteTokenizer, JsonTokenizer
+from fla_harmonic.models.mamba.modeling_mamba import build_mamba
+from fla_harmonic.text.tokenizers import ByteTokenizer, JsonTokenizer
+from fla_harmonic.titan.components.dataloader import TokenSplit
 
 TRAINED = 64
 

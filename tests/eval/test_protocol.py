@@ -8,9 +8,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats
 
-from eval.cells import Model, Text
-from eval.paired import differences, paired, table
-from eval.protocol import Protocol, best_lrs, check_overrides, share, text_of
+from eval.study.cells import Model, Text
+from eval.study.paired import differences, paired, table
+from eval.study.protocol import Protocol, best_lrs, check_overrides, share, text_of
 
 TEXT = Text("text", "", "0", "bytes", ".", 64, 32)
 MODELS = (Model("harmonic/debug", "harmonic", "debug"), Model("llama/debug", "llama", "debug"))

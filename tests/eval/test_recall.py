@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from eval import recall_cell
-from eval.cells import Model
-from eval.models import FAMILIES, build
 from eval.recall import PRESETS, Options, best_lrs, cells, frame, main, preset_of, run, table
-from eval.recall_cell import SPLITS, RecallCell, score, train
-from eval.recall_tasks import IGNORED, MQAR, Passkey, Size
+from eval.scoring.models import FAMILIES, build
+from eval.study.cells import Model
+from eval.tasks import recall_cell
+from eval.tasks.recall_cell import SPLITS, RecallCell, score, train
+from eval.tasks.recall_tasks import IGNORED, MQAR, Passkey, Size
 
 mqar_sizes = st.integers(1, 14).flatmap(lambda pairs: st.builds(Size, st.integers(3 * pairs, 80), st.just(pairs)))
 passkeys = st.builds(Passkey, st.integers(13, 40), st.integers(1, 5), st.floats(0, 1))

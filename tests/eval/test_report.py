@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from eval.cells import Model, Text
-from eval.commands import keep_command
-from eval.paired import frame, report
-from eval.protocol import Protocol
-from eval.published import ENWIK8, comparison
 from eval.report import Options, main
-from eval.sections import SECTIONS
+from eval.study.cells import Model, Text
+from eval.study.commands import keep_command
+from eval.study.paired import frame, report
+from eval.study.protocol import Protocol
+from eval.study.published import ENWIK8, comparison
+from eval.study.sections import SECTIONS
 
 TEXT = Text("text", "/somewhere/wiki.xml", "0" * 64, "bytes", ".", 64, 32)
 MODELS = tuple(Model(f"{family}/debug", family, "debug") for family in ("harmonic", "mamba", "llama"))

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from eval.audit import audit
-from eval.models import load
-from eval.planted_leaks import Table
 from eval.score import score
-from fla_harmonic.titan.data import TokenSplit
+from eval.scoring.models import load
+from eval.scoring.planted_leaks import Table
+from fla_harmonic.titan.components.dataloader import TokenSplit
 
 
 def split_of(tokens: np.ndarray) -> TokenSplit:

@@ -11,15 +11,15 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import MambaConfig, MambaForCausalLM
 
-import eval.text_pieces
+import eval.scoring.text_pieces
 from eval.growth import LENGTHS, Growth, measure, table
-from eval.models import load_recurrent
 from eval.score import score
+from eval.scoring.models import load_recurrent
+from eval.scoring.text_pieces import TextPieces
 from eval.stream import Options, StreamScore, main, read
-from eval.text_pieces import TextPieces
 from fla_harmonic import HarmonicConfig, HarmonicForCausalLM
-from fla_harmonic.titan.data import TokenSplit
-from fla_harmonic.titan.tokenizer import ByteTokenizer, JsonTokenizer
+from fla_harmonic.text.tokenizers import ByteTokenizer, JsonTokenizer
+from fla_harmonic.titan.components.dataloader import TokenSplit
 
 WORDS = ["the", "cat", "naïve", "sat", "🙂", "on", "a", "mat,", "é"]
 SPACES = [" ", " ", "\n", "\n", "  ", "\n\n", " \n", "\r\n", "\t", ""]
@@ -76,7 +76,7 @@ def test_pieces_of_a_text_have_its_tokens(
     path = written(tmp_path_factory.mktemp("text") / "text.txt", text)
     pieces = TextPieces(path, tokenizer, piece)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eval.text_pieces, "_BLOCK_BYTES", block)
+        patch.setattr(eval.scoring.text_pieces, "_BLOCK_BYTES", block)
         tokens = [token for ids in pieces for token in ids]
     assert tokens == tokenizer.encode(text)
     assert pieces.num_bytes == len(text.encode())

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.planted_leaks import Table
-from eval.targets import target_losses, windows
+from eval.scoring.planted_leaks import Table
+from eval.scoring.targets import target_losses, windows
 from fla_harmonic import HarmonicConfig, HarmonicForCausalLM
 
 

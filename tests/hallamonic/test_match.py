@@ -10,7 +10,7 @@ from sources import source
 from fla_harmonic.hallamonic import HallamonicForCausalLM
 from fla_harmonic.hallamonic.convert import convert_model
 from fla_harmonic.hallamonic.match import RECORD, Match, Matching, match, windows
-from fla_harmonic.titan.tokenizer import ByteTokenizer
+from fla_harmonic.text.tokenizers import ByteTokenizer
 
 LAYERS = [0, 2]
 

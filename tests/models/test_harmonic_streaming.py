@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, TextIteratorStreamer
 
 from fla_harmonic import HarmonicForCausalLM
 from fla_harmonic.models.harmonic import stream_state
-from fla_harmonic.titan.tokenizer import ByteTokenizer
+from fla_harmonic.text.tokenizers import ByteTokenizer
 
 models = pytest.mark.parametrize("net", [
     pytest.param((preset, mode), id=f"{preset}-{mode}") for preset in ("paper", "stack") for mode in ("bounded", "init")])

@@ -12,7 +12,7 @@ from small_models import config
 from transformers import EvalPrediction, Trainer, TrainingArguments, default_data_collator
 
 from fla_harmonic import HarmonicForCausalLM
-from fla_harmonic.titan.corpus import load_documents
+from fla_harmonic.text.corpus import load_documents
 
 presets = pytest.mark.parametrize("preset", ["paper", "stack"])
 LENGTH, STEPS = 48, 12

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fla_harmonic.hallamonic import HallamonicForCausalLM
 from fla_harmonic.hallamonic.convert import convert_model
-from fla_harmonic.titan.tokenizer import ByteTokenizer
+from fla_harmonic.text.tokenizers import ByteTokenizer
 
 CONFIGS = Path(__file__).parents[2] / "titan_configs"
 SEQ = 64

@@ -13,10 +13,10 @@ from torchtitan.protocols.train_spec import get_train_spec
 from transformers import AutoConfig
 
 import fla_harmonic.titan  # noqa: F401  (registers the families)
-from fla_harmonic.titan.budget import keep_token_budget
+from fla_harmonic.text.tokenizers import build_tokenizer
+from fla_harmonic.titan.components.budget import keep_token_budget
+from fla_harmonic.titan.components.stateful import build_dataloader
 from fla_harmonic.titan.export import export
-from fla_harmonic.titan.stateful import build_dataloader
-from fla_harmonic.titan.tokenizer import build_tokenizer
 
 CONFIGS = Path(__file__).parents[2] / "titan_configs"
 

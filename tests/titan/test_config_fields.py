@@ -2,7 +2,7 @@ import pytest
 from torchtitan.config import ConfigManager
 
 from fla_harmonic.titan.config import parse_fields
-from fla_harmonic.titan.flavors import HARMONIC
+from fla_harmonic.titan.models.flavors import HARMONIC
 
 
 def job(family: str, fields: str):
@@ -40,7 +40,7 @@ def test_field_that_the_configuration_lacks_is_refused() -> None:
 
 
 def test_fields_of_another_family_are_refused() -> None:
-    from fla_harmonic.titan.flavors import MAMBA
+    from fla_harmonic.titan.models.flavors import MAMBA
 
     with pytest.raises(ValueError, match=r"mamba: fields of HarmonicConfig.*Remedy"):
         MAMBA["debug"].update_from_config(job("mamba", "gate_rank=4"))

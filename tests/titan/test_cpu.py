@@ -10,7 +10,7 @@ import torchtitan.tools.utils
 from torchtitan.components.metrics import build_device_memory_monitor
 
 import fla_harmonic.titan
-from fla_harmonic.titan import cpu
+from fla_harmonic.titan.patches import cpu
 
 without_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="the shim is for machines without one")
 

@@ -12,8 +12,9 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.protocols import train_spec
 
-from fla_harmonic.titan.corpus import load_documents, split_documents
-from fla_harmonic.titan.data import (
+from fla_harmonic.text.corpus import load_documents, split_documents
+from fla_harmonic.text.tokenizers import JsonTokenizer, build_tokenizer
+from fla_harmonic.titan.components.dataloader import (
     TokenSplit,
     TokenWindows,
     WindowLoader,
@@ -21,7 +22,6 @@ from fla_harmonic.titan.data import (
     check_vocabulary,
     evaluation_batches,
 )
-from fla_harmonic.titan.tokenizer import JsonTokenizer, build_tokenizer
 
 
 def numbered(length: int, starts: tuple[int, ...] = (0,)) -> TokenSplit:

@@ -13,8 +13,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import fla_harmonic.titan  # noqa: F401
+from fla_harmonic.models.mamba.modeling_mamba import load_mamba
 from fla_harmonic.titan.export import export, find_checkpoint, load_model
-from fla_harmonic.titan.mamba import load_mamba
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = ["harmonic", "mamba", "llama"]

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torchtitan.config import ConfigManager
 from torchtitan.protocols.train_spec import get_train_spec
 
-from fla_harmonic.titan import flavors
-from fla_harmonic.titan.flavors import SIZES
 from fla_harmonic.titan.job_files import Options, count_parameters, job_files, main
+from fla_harmonic.titan.models import flavors
+from fla_harmonic.titan.models.flavors import SIZES
 
 CONFIGS = Path(__file__).parents[2] / "titan_configs"
 FAMILIES = ("harmonic", "mamba", "llama")

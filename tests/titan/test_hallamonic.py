@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fla_harmonic.hallamonic import HallamonicConfig
 from fla_harmonic.hallamonic.configuration_hallamonic import UNLIMITED
 from fla_harmonic.hallamonic.convert import layer_options
+from fla_harmonic.titan.components.optimizer import build_optimizers
 from fla_harmonic.titan.export import export, load_model, to_hf
-from fla_harmonic.titan.hallamonic import Hallamonic, HallamonicArgs
-from fla_harmonic.titan.optimizer import build_optimizers
+from fla_harmonic.titan.models.hallamonic import Hallamonic, HallamonicArgs
 
 HARMONIC = ".harmonic."
 

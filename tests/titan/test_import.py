@@ -15,9 +15,9 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 
 from fla_harmonic.models.harmonic import HarmonicConfig
+from fla_harmonic.titan.components.optimizer import build_optimizers
 from fla_harmonic.titan.export import export
-from fla_harmonic.titan.model import HFModelArgs
-from fla_harmonic.titan.optimizer import build_optimizers
+from fla_harmonic.titan.models.hf_model import HFModelArgs
 
 CONFIGS = Path(__file__).parents[2] / "titan_configs"
 MODELS = [(family, flavor) for family in ("harmonic", "mamba", "llama") for flavor in ("debug", "tied")]

@@ -15,7 +15,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 import fla_harmonic.titan  # noqa: F401
 from fla_harmonic.layers.harmonic import Timescale
-from fla_harmonic.titan.init import clean_name, init_from_reference
+from fla_harmonic.titan.components.init import clean_name, init_from_reference
 
 FAMILIES = ["harmonic", "mamba", "llama"]
 

@@ -28,9 +28,9 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.config.job_config import Checkpoint, LRScheduler, Optimizer
 
 import fla_harmonic.titan  # noqa: F401  (the hooks)
-from fla_harmonic.titan.checkpoint import checkpoint_steps, is_whole
+from fla_harmonic.titan.components.optimizer import build_optimizers
 from fla_harmonic.titan.export import find_checkpoint
-from fla_harmonic.titan.optimizer import build_optimizers
+from fla_harmonic.titan.patches.checkpoint import checkpoint_steps, is_whole
 
 KILLS = 10
 

@@ -15,7 +15,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.protocols.train_spec import get_train_spec
 
 import fla_harmonic.titan  # noqa: F401  (registers the specs)
-from fla_harmonic.titan.loss import LossHead, build_loss, linear_cross_entropy
+from fla_harmonic.titan.components.loss import LossHead, build_loss, linear_cross_entropy
 
 
 def problem(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -3,8 +3,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import MambaConfig, MambaForCausalLM
 
-from fla_harmonic.titan import mamba
-from fla_harmonic.titan.mamba import LinearScanMambaMixer, build_mamba, selective_scan, use_linear_scan
+from fla_harmonic.models.mamba import modeling_mamba as mamba
+from fla_harmonic.models.mamba.modeling_mamba import LinearScanMambaMixer, build_mamba, selective_scan, use_linear_scan
 
 
 def tiny_config(**kwargs: object) -> MambaConfig:

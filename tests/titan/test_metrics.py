@@ -14,12 +14,12 @@ import fla_harmonic.titan  # noqa: F401  (the CPU shim)
 from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.models.harmonic import HarmonicConfig
 from fla_harmonic.ops.harmonic import naive_recurrent_harmonic
-from fla_harmonic.titan import metrics
-from fla_harmonic.titan.flavors import LLAMA
-from fla_harmonic.titan.llama import Llama
-from fla_harmonic.titan.metrics import JSONLLogger, JSONLMetricsProcessor
-from fla_harmonic.titan.model import HFModel, HFModelArgs
-from fla_harmonic.titan.state_metrics import StateMonitor
+from fla_harmonic.titan.components import metrics
+from fla_harmonic.titan.components.metrics import JSONLLogger, JSONLMetricsProcessor
+from fla_harmonic.titan.components.state_metrics import StateMonitor
+from fla_harmonic.titan.models.flavors import LLAMA
+from fla_harmonic.titan.models.hf_model import HFModel, HFModelArgs
+from fla_harmonic.titan.models.llama import Llama
 
 LOSS = "loss_metrics/global_avg_loss"
 

@@ -13,10 +13,10 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 import fla_harmonic.titan
 from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
-from fla_harmonic.titan.flops import matmul_flops
-from fla_harmonic.titan.mamba import build_mamba
-from fla_harmonic.titan.model import HFModel, HFModelArgs, HFStateDictAdapter, document_borders
-from fla_harmonic.titan.parallelize import check_job, parallelize
+from fla_harmonic.models.mamba.modeling_mamba import build_mamba
+from fla_harmonic.titan.distributed.parallelize import check_job, parallelize
+from fla_harmonic.titan.models.flops import matmul_flops
+from fla_harmonic.titan.models.hf_model import HFModel, HFModelArgs, HFStateDictAdapter, document_borders
 
 CONFIGS = Path(__file__).parents[2] / "titan_configs"
 FAMILIES = ["harmonic", "mamba", "llama"]
@@ -205,7 +205,7 @@ def test_blocks_compile_without_a_graph_break(family: str) -> None:
 
 def test_mambas_kernels_refuse_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     check_job(job("mamba", "--compile.enable"), "mamba")
-    monkeypatch.setattr("fla_harmonic.titan.mamba.HAS_MAMBA_KERNELS", True)
+    monkeypatch.setattr("fla_harmonic.models.mamba.modeling_mamba.HAS_MAMBA_KERNELS", True)
     monkeypatch.setattr("torchtitan.tools.utils.device_type", "cuda")
     check_job(job("mamba"), "mamba")
     check_job(job("mamba", "--compile.enable", "--compile.components=loss"), "mamba")

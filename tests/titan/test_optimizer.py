@@ -7,7 +7,7 @@ from torchtitan.config.job_config import Optimizer as OptimizerConfig
 from torchtitan.protocols.train_spec import get_train_spec
 
 import fla_harmonic.titan  # noqa: F401
-from fla_harmonic.titan.optimizer import DecayGroupsContainer, build_optimizers
+from fla_harmonic.titan.components.optimizer import DecayGroupsContainer, build_optimizers
 
 FAMILIES = ["harmonic", "mamba", "llama"]
 

@@ -17,11 +17,11 @@ from torchtitan.protocols.train_spec import get_train_spec
 import fla_harmonic.titan  # noqa: F401  (registers the specs)
 from fla_harmonic.layers.harmonic import Timescale
 from fla_harmonic.models.harmonic import HarmonicConfig
-from fla_harmonic.titan.context_parallel import apply_context_parallel
-from fla_harmonic.titan.gradient_scale import scale_gradient
-from fla_harmonic.titan.model import HFModel, HFModelArgs
-from fla_harmonic.titan.parallelize import _keep_timescales_wide, _reduce_on_gloo, check_job
-from fla_harmonic.titan.tensor_parallel import apply_tensor_parallel
+from fla_harmonic.titan.distributed.context_parallel import apply_context_parallel
+from fla_harmonic.titan.distributed.gradient_scale import scale_gradient
+from fla_harmonic.titan.distributed.parallelize import _keep_timescales_wide, _reduce_on_gloo, check_job
+from fla_harmonic.titan.distributed.tensor_parallel import apply_tensor_parallel
+from fla_harmonic.titan.models.hf_model import HFModel, HFModelArgs
 
 CONFIGS = Path(__file__).parents[2] / "titan_configs"
 FAMILIES = ["harmonic", "mamba", "llama"]

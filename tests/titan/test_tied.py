@@ -16,10 +16,10 @@ from torchtitan.protocols.train_spec import get_train_spec
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fla_harmonic.models.harmonic import HarmonicConfig
+from fla_harmonic.models.mamba.modeling_mamba import load_mamba
+from fla_harmonic.titan.components.optimizer import build_optimizers
 from fla_harmonic.titan.export import export, to_hf
-from fla_harmonic.titan.mamba import load_mamba
-from fla_harmonic.titan.model import HFModel, HFModelArgs
-from fla_harmonic.titan.optimizer import build_optimizers
+from fla_harmonic.titan.models.hf_model import HFModel, HFModelArgs
 
 FAMILIES = ["harmonic", "mamba", "llama"]
 CONFIGS = Path(__file__).parents[2] / "titan_configs"

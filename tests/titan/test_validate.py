@@ -20,10 +20,10 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import get_train_spec
 
-from fla_harmonic.titan.corpus import split_documents
-from fla_harmonic.titan.data import TokenSplit, load_split
-from fla_harmonic.titan.tokenizer import ByteTokenizer
-from fla_harmonic.titan.validate import SplitValidator, check_validation, scored_bytes
+from fla_harmonic.text.corpus import split_documents
+from fla_harmonic.text.tokenizers import ByteTokenizer
+from fla_harmonic.titan.components.dataloader import TokenSplit, load_split
+from fla_harmonic.titan.components.validate import SplitValidator, check_validation, scored_bytes
 
 CONFIGS = Path(__file__).parents[2] / "titan_configs"
 

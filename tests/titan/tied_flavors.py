@@ -4,9 +4,9 @@ from transformers import MambaConfig
 
 import fla_harmonic.titan  # noqa: F401  (registers the families)
 from fla_harmonic.models.harmonic import HarmonicConfig
-from fla_harmonic.titan.flavors import HARMONIC, LLAMA, MAMBA
-from fla_harmonic.titan.llama import LlamaArgs
-from fla_harmonic.titan.model import HFModelArgs
+from fla_harmonic.titan.models.flavors import HARMONIC, LLAMA, MAMBA
+from fla_harmonic.titan.models.hf_model import HFModelArgs
+from fla_harmonic.titan.models.llama import LlamaArgs
 
 HARMONIC["tied"] = HFModelArgs.of(HarmonicConfig.paper(hidden_size=32, vocab_size=256, tie_word_embeddings=True))
 MAMBA["tied"] = HFModelArgs.of(MambaConfig(

@@ -1,0 +1,187 @@
+"""What a token costs to generate after a growing context: time, and the memory of what the model keeps of the context."""
+
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import torch
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel
+
+from eval.study.cells import machine, write
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that generates; `digest` is that of its weights, `limit` the length that it was made for."""
+
+    label: str
+    model: PreTrainedModel
+    digest: str
+    limit: int | None
+
+
+class Generation:
+    """
+    One sequence that a model reads, and then continues greedily.
+
+    Args:
+        model (PreTrainedModel):
+            A causal language model in evaluation mode whose cache is transformers' DynamicCache.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        config: Any = model.config
+        self.cache = DynamicCache(config=config.get_text_config())
+        # transformers renamed it
+        self.name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+        self.token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+
+    @torch.no_grad()
+    def read(self, ids: torch.Tensor) -> float:
+        """Seconds that tokens `[1, T]` take."""
+        began = _now(ids.device)
+        logits = self.model(ids, use_cache=True, logits_to_keep=1, **{self.name: self.cache}).logits
+        self.token = logits[:, -1:].argmax(-1)
+        return _now(ids.device) - began
+
+    def generate(self, tokens: int) -> float:
+        """Seconds a token, over some tokens."""
+        return sum(self.read(self.token) for _ in range(tokens)) / tokens
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of what is kept of the sequence: keys and values of attention layers, states of recurrent ones."""
+        storages = {tensor.untyped_storage() for layer in self.cache.layers for tensor in _tensors(vars(layer))}
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, dict | tuple | list):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _tensors(value)
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def measure(
+    subjects: Sequence[Subject], tokens: np.ndarray, context: int, new_tokens: int, rounds: int, piece: int,
+) -> list[dict[str, Any]]:
+    """
+    Lets models generate in turn, so that what else the machine does meets all alike.
+
+    Args:
+        subjects (Sequence[Subject]):
+            The models.
+        tokens (np.ndarray):
+            Token ids of a text, repeated where it is shorter than the context.
+        context, new_tokens (int):
+            Tokens that are read, and then tokens that a model generates in each round.
+        rounds (int):
+            How often each model has its turn. The median counts.
+        piece (int):
+            Tokens that are read at once.
+
+    Returns:
+        For each model `model`, `seconds_a_token`, `seconds_to_read`, `cache_bytes` and `beyond_trained_length`.
+    """
+    ids = torch.from_numpy(np.resize(tokens, context).astype(np.int64))[None]
+    runs, reading, kept = [Generation(subject.model) for subject in subjects], [], []
+    for run in runs:
+        reading.append(sum(run.read(some.to(run.model.device)) for some in ids.split(piece, 1)))
+        kept.append(run.cache_bytes)
+        # the first one compiles
+        run.generate(1)
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(rounds):
+        for run, seconds in zip(runs, times, strict=True):
+            seconds.append(run.generate(new_tokens))
+    return [
+        {"model": subject.label, "seconds_a_token": statistics.median(seconds), "seconds_to_read": read, "cache_bytes": size,
+         "beyond_trained_length": subject.limit is not None and context > subject.limit}
+        for subject, seconds, read, size in zip(subjects, times, reading, kept, strict=True)]
+
+
+def run(
+    subjects: Sequence[Subject], tokens: np.ndarray, contexts: Sequence[int], new_tokens: int, rounds: int, piece: int,
+    out: Path,
+) -> list[dict[str, Any]]:
+    """The records of all contexts; those that are in `out` are read, the others measured. Arguments as `measure`."""
+    records = []
+    with tqdm(contexts, desc="generation", unit="context") as bar:
+        for context in bar:
+            bar.set_postfix_str(f"{context:,} tokens")
+            cell = {"context": context, "new_tokens": new_tokens, "rounds": rounds, "piece": piece,
+                    "models": [[subject.label, subject.digest] for subject in subjects],
+                    "threads": torch.get_num_threads()}
+            name = hashlib.sha256(json.dumps(cell, sort_keys=True).encode()).hexdigest()[:16]
+            file = out / "cells" / f"generation-{context}-{name}.json"
+            if not file.is_file():
+                results = measure(subjects, tokens, context, new_tokens, rounds, piece)
+                write(file, json.dumps({"cell": cell, "results": results, "machine": machine()}))
+            records.append(json.loads(file.read_text()))
+    return records
+
+
+def frame(records: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """A row for each context and model, with the ratios to the first model at the same context."""
+    rows = []
+    for record in records:
+        first = record["results"][0]
+        rows += [{"context": record["cell"]["context"], **result,
+                  "time_ratio": result["seconds_a_token"] / first["seconds_a_token"],
+                  "cache_ratio": result["cache_bytes"] / first["cache_bytes"]} for result in record["results"]]
+    return pd.DataFrame(rows)
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Records as Markdown: a row for each context, the other models with their ratio to the first."""
+    rows = frame(records)
+    models = list(rows["model"].unique())
+    lines = [f"| context | {' | '.join(f'{model}: ms a token | cache, MiB' for model in models)} |",
+             "|---" * (1 + 2 * len(models)) + "|"]
+    for context, group in rows.groupby("context"):
+        texts = []
+        for index, row in enumerate(group.set_index("model").loc[models].to_dict("records")):
+            label = " (beyond trained length)" if row["beyond_trained_length"] else ""
+            of_first = [f" ({row[ratio]:.2g}x)" if index else "" for ratio in ("time_ratio", "cache_ratio")]
+            texts.append(f"{1000 * row['seconds_a_token']:.2f}{of_first[0]}{label}")
+            texts.append(f"{row['cache_bytes'] / 2**20:.3g}{of_first[1]}")
+        lines.append(f"| {context:,} | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def plot(records: Sequence[dict[str, Any]], file: Path) -> None:
+    """Time a token and bytes kept against the context; beyond the trained length hollow."""
+    rows = frame(records)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
+    columns = (("seconds_a_token", 1e3, "milliseconds a token"), ("cache_bytes", 2**-20, "MiB kept of the context"))
+    for axis, (column, scale, title) in zip(axes, columns, strict=True):
+        for index, (model, mine) in enumerate(rows.groupby("model", sort=False)):
+            beyond = mine["beyond_trained_length"]
+            axis.plot(mine["context"], mine[column] * scale, color=f"C{index}", label=model)
+            for some, face in ((mine[~beyond], f"C{index}"), (mine[beyond], "white")):
+                axis.plot(some["context"], some[column] * scale, f"C{index}o", markerfacecolor=face)
+        axis.set(xlabel="tokens of context", title=title, ylim=(0, None))
+        axis.set_xscale("log", base=2)
+        axis.grid(alpha=0.3)
+    axes[0].legend(title="hollow: beyond trained length" if rows["beyond_trained_length"].any() else None)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)

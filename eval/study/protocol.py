@@ -1,0 +1,216 @@
+"""
+The protocol of a study: every model at one shared learning rate, and at its own best of a sweep that is the same for all.
+
+The sweep runs at one length with the first seed and is decided on the validation split; the test split is looked at once,
+at the end. Differences between models are taken seed by seed: two models of a seed see the same windows in the same order.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config import ConfigManager
+
+from eval.study.cells import Cell, Model, Text, check_cells, file_digest, run_cells
+from fla_harmonic.text.corpus import load_documents
+from fla_harmonic.titan.config import Data, data_section
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """
+    Args:
+        models (tuple[Model, ...]):
+            Models to compare.
+        seq_lens (tuple[int, ...]):
+            Lengths in tokens.
+        seeds (tuple[int, ...]):
+            Seeds of initial weights and data order.
+        shared_lr (float):
+            Learning rate of the shared protocol.
+        lrs (tuple[float, ...]):
+            The sweep of each model.
+        sweep_seq_len (int):
+            Its length.
+        tokens, step_tokens (int):
+            Budget of every cell, and tokens of an optimizer step.
+        micro_tokens (int):
+            Most tokens of a forward pass; 0: all of a step.
+        text (Text):
+            What all train and are scored on.
+        config_file (str):
+            The TOML file that all cells start from.
+        overrides (tuple[str, ...]):
+            More torchtitan options for every cell.
+    """
+
+    models: tuple[Model, ...]
+    seq_lens: tuple[int, ...]
+    seeds: tuple[int, ...]
+    shared_lr: float
+    lrs: tuple[float, ...]
+    sweep_seq_len: int
+    tokens: int
+    step_tokens: int
+    micro_tokens: int
+    text: Text
+    config_file: str
+    overrides: tuple[str, ...] = ()
+
+    def cell(self, model: Model, seq_len: int, seed: int, lr: float) -> Cell:
+        return Cell(
+            model=model, text=self.text, config_file=self.config_file, config_digest=file_digest(Path(self.config_file)),
+            seq_len=seq_len, step_tokens=self.step_tokens, steps=self.tokens // self.step_tokens, seed=seed, lr=lr,
+            longest=max(self.seq_lens), micro_tokens=self.micro_tokens, overrides=self.overrides)
+
+    def grid(self, lrs: dict[str, float]) -> list[Cell]:
+        """Models x lengths x seeds, each model at its learning rate."""
+        return [self.cell(model, seq_len, seed, lrs[model.label])
+                for seed, seq_len, model in itertools.product(self.seeds, self.seq_lens, self.models)]
+
+    def shared(self) -> list[Cell]:
+        """The grid at the shared learning rate."""
+        return self.grid({model.label: self.shared_lr for model in self.models})
+
+    def sweep(self) -> list[Cell]:
+        """Every model at every learning rate of the sweep."""
+        return [self.cell(model, self.sweep_seq_len, self.seeds[0], lr)
+                for lr, model in itertools.product(self.lrs, self.models)]
+
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: lengths, seeds or learning rates are missing or double, the budget does not divide, or cells differ
+                in their tokens.
+        """
+        for name in ("models", "seq_lens", "seeds", "lrs"):
+            values = getattr(self, name)
+            if not values or len(set(values)) != len(values):
+                raise ValueError(f"`{name}` must be one or more different values; got {values}.")
+        if self.sweep_seq_len not in self.seq_lens or self.shared_lr not in self.lrs:
+            raise ValueError(
+                f"the sweep must be at a length of the study and have the shared learning rate in it; got length "
+                f"{self.sweep_seq_len} of {self.seq_lens}, learning rate {self.shared_lr} of {self.lrs}.")
+        if self.tokens % self.step_tokens:
+            raise ValueError(f"`tokens` must be whole steps of {self.step_tokens} tokens; got {self.tokens}.")
+        check_cells(self.shared())
+        check_cells(self.sweep())
+
+
+def text_of(
+    dataset: str,
+    path: str,
+    tokenizer: str,
+    assets: str,
+    test: int,
+    validation: int,
+    data: Data | None = None,
+) -> Text:
+    """
+    A text with its digest, in which the tokenizer has a part; `data` is the job's `[data]` section.
+
+    Raises:
+        ValueError, FileNotFoundError: as `load_documents`; or states would start anew at each document, which is not scored.
+    """
+    data = Data() if data is None else data
+    if data.reset_documents:
+        raise ValueError("a study scores documents as one text, but data.reset_documents = true. Leave it out.")
+    digest = hashlib.sha256()
+    for document in load_documents(
+            dataset, path or None, text_field=data.text_field, hub_config=data.hub_config, hub_split=data.hub_split):
+        digest.update(len(document).to_bytes(8, "little") + document)
+    if tokenizer == "hf":
+        file = Path(assets) / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"expected the tokenizer of the study at {file}; found none. Pass `--assets FOLDER`.")
+        digest.update(file.read_bytes())
+    return Text(dataset, path, digest.hexdigest(), tokenizer, assets, test, validation)
+
+
+def data_of(config_file: str, overrides: Sequence[str]) -> Data:
+    """The `[data]` section of a job."""
+    return data_section(ConfigManager().parse_args([f"--job.config_file={config_file}", *overrides]))
+
+
+def best_lrs(results: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Learning rate with the lowest loss on the validation split, by model."""
+    found: dict[str, tuple[float, float]] = {}
+    for result in results:
+        label, lr = result["cell"]["model"]["label"], result["cell"]["lr"]
+        bits = result["validation"]["bits_per_token"]
+        if label not in found or bits < found[label][0]:
+            found[label] = (bits, lr)
+    return {label: lr for label, (_, lr) in found.items()}
+
+
+def check_overrides(overrides: tuple[str, ...]) -> None:
+    """
+    Raises:
+        ValueError: an option is one that makes cells comparable.
+    """
+    ours = ("--job.", "--training.dataset", "--training.seq_len", "--training.steps", "--training.local_batch_size",
+            "--training.global_batch_size", "--data.tokenizer", "--data.token_budget", "--data.budget_seq_len", "--model.",
+            "--optimizer.lr", "--debug.seed", "--checkpoint.", "--lr_scheduler.warmup_steps")
+    for override in overrides:
+        if override.startswith(ours):
+            raise ValueError(f"`overrides` must leave {ours} to the study; got {override!r}.")
+
+
+def share(cells: list, part: str) -> list:
+    """
+    The cells of a part `i/n`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        index, count = map(int, part.split("/"))
+    except ValueError:
+        index, count = 0, 0
+    if not 1 <= index <= count:
+        raise ValueError(f"`part` must be i/n with 1 <= i <= n; got {part!r}.")
+    return cells[index - 1::count]
+
+
+def run(protocol: Protocol, stages: tuple[str, ...], part: str, out: Path, processes: int, threads: int) -> dict[str, Any]:
+    """
+    Runs the stages.
+
+    Returns:
+        `results`, by stage: the sweep's cells that are there at the end, and the grids that are whole; and `lrs`, the best
+        learning rate of each model, empty where another part has to bring some of the sweep.
+
+    Raises:
+        RuntimeError: the best learning rates are wanted and sweeps are missing.
+    """
+    results: dict[str, list[dict[str, Any]]] = {}
+    for stage, cells in (("shared", protocol.shared()), ("sweep", protocol.sweep())):
+        if stage in stages:
+            run_cells(share(cells, part), out, processes, threads, stage)
+        results[stage] = finished(cells, out)
+    # a grid with holes would set means over different seeds side by side
+    if len(results["shared"]) < len(protocol.shared()):
+        print(f"shared: {len(results['shared'])} of {len(protocol.shared())} cells, no table")
+        results["shared"] = []
+    lrs = best_lrs(results["sweep"]) if len(results["sweep"]) == len(protocol.sweep()) else {}
+    if "best" in stages and not lrs and (part == "1/1" or "sweep" not in stages):
+        raise RuntimeError("the best learning rates need the whole sweep; some of its cells are missing. Run `--stages "
+                           "sweep`, or `--merge` the folders that have them.")
+    if lrs:
+        cells = protocol.grid(lrs)
+        if "best" in stages:
+            run_cells(share(cells, part), out, processes, threads, "best")
+        found = finished(cells, out)
+        if len(found) < len(cells):
+            print(f"best: {len(found)} of {len(cells)} cells, no table")
+        results["best"] = found if len(found) == len(cells) else []
+    return {"results": results, "lrs": lrs}
+
+
+def finished(cells: list, out: Path) -> list[dict[str, Any]]:
+    files = [out / "cells" / cell.name / "result.json" for cell in cells]
+    return [json.loads(file.read_text()) for file in files if file.is_file()]

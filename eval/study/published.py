@@ -1,0 +1,82 @@
+"""The numbers that arXiv 2606.24650 and its run logs publish, and how their set-up differs from `eval.crossover`."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+# bits per token of GPT-2's tokens, by length: Transformer, Mamba, Harmonic; one seed
+ENWIK8 = {
+    1024: (6.662, 6.616, 6.571),
+    2048: (6.657, 6.532, 6.426),
+    4096: (7.045, 6.740, 6.687),
+    8192: (6.787, 6.422, 6.333),
+    16384: (6.873, 6.286, 6.196),
+    32768: (7.259, 6.549, 6.433),
+    65536: (None, None, 6.169),
+}
+# WikiText-2 at 8,192 tokens, bits per token
+ABLATION = {"full": 8.178, "flat, middle range": 8.679, "no prediction error": 8.180}
+
+_DIFFERENCES = """\
+| | published | here |
+|---|---|---|
+| text | enwik8 (100 MB), first 90% train | {text} |
+| tokens | GPT-2's, bits per token | {tokenizer} |
+| model | 28M, of which 25.7M are tables | {sizes} |
+| budget of a cell | 65.5M tokens; 131.1M at 32,768 | {tokens:,} tokens at every length |
+| rival with attention | no positional encoding at all, post-norm | torchtitan's Llama: RoPE, pre-norm, SwiGLU |
+| Mamba | the author's own | transformers' MambaForCausalLM, checked against its reference |
+| Harmonic | the paper's single layer | {models} |
+| learning rate | one for all | one for all, and each model's best of a sweep on the validation split |
+| seeds | one | {seeds} |
+| score | mean loss on the validation split, in windows of the length | the same {targets:,} test tokens at every length |
+| causality | not checked; the published 1B model reads the future | every model audited before it was scored |
+| machine | H100 | {machine} |"""
+
+
+def comparison(rows: pd.DataFrame, harmonic: str, mamba: str, llama: str) -> str:
+    """
+    Published losses beside those of a study, with the gaps, as Markdown. The units differ, the signs of the gaps compare.
+
+    Args:
+        rows (pd.DataFrame):
+            Results of one protocol, as `eval.study.paired.frame` gives them.
+        harmonic, mamba, llama (str):
+            Labels of the models to set beside the published ones.
+    """
+    means = rows.groupby(["model", "seq_len"])["bits_per_byte"].mean()
+    lines = [
+        "| length | published, bits a token: Transformer | Mamba | Harmonic | gap to Transformer | here, bits a byte: "
+        f"{llama} | {mamba} | {harmonic} | gap to {llama} | gap to {mamba} |", "|---" * 10 + "|"]
+    for length in sorted({*ENWIK8, *rows["seq_len"]}):
+        theirs = ENWIK8.get(length, (None, None, None))
+        transformer, _, published = theirs
+        missing = "out of memory" if length in ENWIK8 else "not run"
+        texts = [f"{length:,}", *(missing if value is None else f"{value:.3f}" for value in theirs)]
+        texts.append(f"{1 - published / transformer:+.1%}" if published and transformer else "")
+        ours = {name: means.get((name, length)) for name in (llama, mamba, harmonic)}
+        texts += ["not run" if value is None else f"{value:.3f}" for value in ours.values()]
+        mine = ours[harmonic]
+        texts += [f"{1 - mine / rival:+.1%}" if mine is not None and (rival := ours[name]) is not None else ""
+                  for name in (llama, mamba)]
+        lines.append("| " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def differences(
+    text: str,
+    tokenizer: str,
+    rows: pd.DataFrame,
+    machine: str,
+) -> str:
+    """How the two set-ups differ, as Markdown."""
+    sizes = rows["parameters"]
+    return _DIFFERENCES.format(
+        text=text, tokenizer=tokenizer, sizes=f"{sizes.min():,} to {sizes.max():,} parameters", tokens=_one(rows["tokens"]),
+        models=", ".join(model for model in rows["model"].unique() if model.startswith("harmonic")),
+        seeds=rows["seed"].nunique(), targets=_one(rows["targets"]), machine=machine)
+
+
+def _one(values: Sequence[int]) -> int:
+    value, = set(values)
+    return value

@@ -1,0 +1,136 @@
+"""What a cell's process does; importing this module brings torchtitan with the plugin."""
+
+import json
+import os
+import socket
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools.logging import init_logger
+from torchtitan.train import Trainer
+
+import fla_harmonic.titan  # noqa: F401  (registers the specs)
+from eval.audit import check_causal
+from eval.score import score
+from eval.scoring.models import load
+from eval.study.cells import Cell, curve, speed
+from fla_harmonic.models.mamba.modeling_mamba import HAS_MAMBA_KERNELS
+from fla_harmonic.ops.harmonic.chunk import usable_backends
+from fla_harmonic.ops.mamba.selective_scan import HAS_LOOPS
+from fla_harmonic.text.tokenizers import build_tokenizer
+from fla_harmonic.titan.components.dataloader import load_split
+from fla_harmonic.titan.config import data_section
+from fla_harmonic.titan.export import export
+
+
+def measure(cell: Cell, folder: Path) -> dict[str, Any]:
+    """
+    Trains a cell with torchtitan's trainer, or goes on from its checkpoint, and scores what it exported.
+
+    Returns:
+        `parameters`, `flops_per_token`, `tokens_seen`, `tokens_per_second`, `peak_memory_gib`, `kernels`, `test` and
+        `validation` (each an `eval.score.Score`).
+
+    Raises:
+        RuntimeError: the run saw another number of tokens, or its model is not causal.
+    """
+    # first: it may refuse the machine
+    ran_on = kernels(cell.model.family)
+    arguments = cell.arguments(folder)
+    train(ConfigManager().parse_args(arguments))
+    check_finite(cell, folder)
+    steps = curve(folder)
+    seen = int(steps["n_tokens_seen"].iloc[-1])
+    if seen != cell.tokens:
+        raise RuntimeError(f"expected {cell.tokens} tokens in {folder}, trained on {seen}. Remove the folder.")
+    job = ConfigManager().parse_args(arguments)
+    export(job, folder / "checkpoint", folder / "hf")
+    parameters, flops = size(job)
+    return {
+        "parameters": parameters, "flops_per_token": flops, "tokens_seen": seen, "tokens_per_second": speed(steps),
+        "peak_memory_gib": float(steps["memory/max_active(GiB)"].max()), "kernels": ran_on,
+        **scores(cell, job, folder / "hf"),
+    }
+
+
+def check_finite(cell: Cell, folder: Path) -> None:
+    """
+    Raises:
+        RuntimeError: a logged loss is not finite.
+    """
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        # what is not finite is written as null
+        if record.get("loss_metrics/global_avg_loss", 0.0) is None:
+            raise RuntimeError(
+                f"expected finite losses; that of step {record['step']} is none, at the learning rate {cell.lr:g}. Leave that "
+                "rate out of the sweep (`--lrs`).")
+
+
+def train(job: JobConfig) -> None:
+    """What `python -m torchtitan.train` does with this job, in this process."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    init_logger()
+    # not its `main`, which reads the command line that the process began with
+    trainer = Trainer(job)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    torch.distributed.destroy_process_group()
+
+
+def size(job: JobConfig) -> tuple[int, int]:
+    """Parameters of a job's model, and floating point operations of a training step on a token."""
+    spec = get_train_spec(job.model.name)
+    args: Any = spec.model_args[job.model.flavor]
+    args.update_from_config(job)
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    return args.get_nparams_and_flops(model, job.training.seq_len)
+
+
+def kernels(family: str) -> str:
+    """
+    What the model's recurrence or attention ran on.
+
+    Raises:
+        RuntimeError: on an accelerator Mamba would run without its own kernels: no baseline for anyone.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if family == "llama":
+        return "scaled_dot_product_attention"
+    if family in ("harmonic", "hallamonic"):
+        return f"chunk_harmonic on {usable_backends(torch.empty(0, device=device))[0]}"
+    if device.type == "cpu":
+        return "selective_scan on numba" if HAS_LOOPS else "linear_scan on torch"
+    if not HAS_MAMBA_KERNELS:
+        raise RuntimeError(
+            "expected Mamba on mamba-ssm's kernels, for a baseline on its slow path is none; mamba-ssm or causal-conv1d "
+            "cannot be imported. Install both, or leave Mamba out.")
+    return "mamba-ssm"
+
+
+def scores(cell: Cell, job: JobConfig, directory: Path) -> dict[str, Any]:
+    """Losses of an exported model on the targets of the test and the validation split."""
+    model, _ = load(directory)
+    if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        model.to(device)  # type: ignore[arg-type]
+    verdict = check_causal(model)
+    tokenizer = build_tokenizer(job)
+    found = {}
+    for name, number in (("test", cell.text.test), ("validation", cell.text.validation)):
+        split = load_split(cell.text.dataset, cell.text.path or None, name, tokenizer, data_section(job))
+        targets = range(cell.longest, cell.longest + number)
+        ids = split.tokens[targets.start:targets.stop].tolist()
+        num_bytes = len(ids) if cell.text.tokenizer == "bytes" else len(tokenizer.decode(ids).encode())
+        batch = max(1, 16384 // cell.seq_len)
+        found[name] = asdict(score(model, split, cell.seq_len, batch, max(1, cell.seq_len // 2), targets, num_bytes, verdict))
+    return found

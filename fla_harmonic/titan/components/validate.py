@@ -1,0 +1,267 @@
+"""Validation during training: the loss on the validation split, the same tokens every time."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import IGNORE_INDEX, LossFunction
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.validate import BaseValidator
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.context_parallel import prepare_context_parallel_input
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+from fla_harmonic.text.tokenizers import ByteTokenizer, TextTokenizer
+from fla_harmonic.titan.components.dataloader import TokenSplit, check_vocabulary, evaluation_batches, load_split
+from fla_harmonic.titan.config import data_section, loss_in_model
+
+# what `[validation] dataset` is where the job leaves it out; no dataset of ours has this name
+_STOCK_DATASET = "c4_validation"
+
+
+class SplitValidator(BaseValidator):
+    """
+    Scores the validation split at step 1, every `validation.freq` steps and at the last one.
+
+    `[validation] steps = -1` scores every token but the first once; `steps = n` the first n batches of
+    `local_batch_size` windows a data-parallel rank, the same ones each time. A window of `seq_len` tokens knows nothing of
+    the text before it. Losses are those of the training loss, summed in float64: two validations without an update in
+    between agree in every bit. Training goes on as it would have without: no random number is drawn, and its throughput
+    counts neither the tokens nor the time of a validation.
+
+    Args:
+        job_config (JobConfig):
+            The job. `[validation] dataset` left out is the training corpus.
+        tokenizer (TextTokenizer):
+            The job's tokenizer.
+        parallel_dims (ParallelDims):
+            Meshes; the loss is summed over those of the data.
+        dp_world_size, dp_rank (int):
+            The data-parallel degree, and which of its ranks this is.
+        loss_fn (LossFunction):
+            The job's loss, summed over the labels of a batch.
+        validation_context, maybe_enable_amp:
+            The trainer's contexts of a forward pass.
+        metrics_processor (MetricsProcessor):
+            Where results go.
+        pp_schedule (_PipelineSchedule, Optional):
+            The trainer's pipeline. Default: `None`.
+        pp_stages (tuple[bool, bool]):
+            Whether this rank has the first and the last stage of it.
+
+    Raises:
+        ValueError: the job's validation is not supported, or its text does not fit the model.
+        FileNotFoundError: the corpus is not there.
+    """
+
+    def __init__(
+        self,
+        job_config: JobConfig,
+        *,
+        tokenizer: TextTokenizer,
+        parallel_dims: ParallelDims,
+        dp_world_size: int,
+        dp_rank: int,
+        loss_fn: LossFunction,
+        validation_context: Callable[[], AbstractContextManager[None]],
+        maybe_enable_amp: AbstractContextManager[None],
+        metrics_processor: MetricsProcessor,
+        pp_schedule: _PipelineSchedule | None = None,
+        pp_stages: tuple[bool, bool] = (True, True),
+    ) -> None:
+        super().__init__(job_config)
+        check_validation(job_config, parallel_dims)
+        self.pp_schedule, (self.is_first_stage, self.is_last_stage) = pp_schedule, pp_stages
+        self.parallel_dims, self.dp_world_size, self.dp_rank = parallel_dims, dp_world_size, dp_rank
+        self.loss_fn, self.validation_context, self.maybe_enable_amp = loss_fn, validation_context, maybe_enable_amp
+        self.metrics_processor = metrics_processor
+        config, training = job_config.validation, job_config.training
+        dataset, path = config.dataset, config.dataset_path
+        if dataset == _STOCK_DATASET:
+            dataset, path = training.dataset, training.dataset_path
+        self.split = load_split(dataset, path, "validation", tokenizer, data_section(job_config))
+        check_vocabulary(self.split.tokens, tokenizer, job_config)
+        # every token but the first is a label
+        self.targets = len(self.split.tokens) - 1
+        if config.steps > 0:
+            self.targets = min(self.targets, config.steps * config.local_batch_size * dp_world_size * config.seq_len)
+        self.num_bytes = scored_bytes(self.split, tokenizer, self.targets)
+        logger.info(
+            f"validation: {self.targets:,} of {len(self.split.tokens) - 1:,} labels of the validation split of {dataset}, in "
+            f"windows of {config.seq_len:,} tokens; {self.num_bytes:,.0f} bytes"
+            + ("" if isinstance(tokenizer, ByteTokenizer) else " at the split's mean bytes a token")
+        )
+        if config.seq_len > training.seq_len:
+            logger.warning(
+                f"validation.seq_len = {config.seq_len} is beyond the trained length, training.seq_len = {training.seq_len}"
+            )
+
+    def should_validate(self, step: int) -> bool:
+        return super().should_validate(step) or step == self.job_config.training.steps
+
+    @torch.no_grad()
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """
+        Log the mean loss in nats, bits per token and bits per byte.
+
+        Raises:
+            RuntimeError: another number of tokens was scored than the split promises.
+        """
+        processor = self.metrics_processor
+        tokens_since, last_log, began = processor.ntokens_since_last_log, processor.time_last_log, time.perf_counter()
+        for model in model_parts:
+            model.eval()
+        nll, targets, tokens = self._score(model_parts[0])
+        for model in model_parts:
+            model.train()
+        if targets != self.targets:
+            raise RuntimeError(
+                f"expected {self.targets} tokens to be scored in validation, but {targets} were: loss_fn or the data "
+                "parallelism drops some. Remedy: validation.enable = false"
+            )
+        # for the throughput of this validation, and then as they were
+        processor.ntokens_since_last_log, processor.time_last_log = tokens, began
+        processor.log_validation(nll / targets, step, {
+            "validation_metrics/bits_per_token": nll / targets / math.log(2),
+            "validation_metrics/bits_per_byte": nll / self.num_bytes / math.log(2),
+            "validation_metrics/tokens": targets,
+        })
+        processor.ntokens_since_last_log = tokens_since
+        processor.time_last_log = last_log + time.perf_counter() - began
+
+    def _score(self, model: nn.Module) -> tuple[float, int, int]:
+        """Summed loss and labels over all ranks, and the tokens that this rank has read."""
+        config, dims, device = self.job_config.validation, self.parallel_dims, utils.device_type
+        batches = evaluation_batches(
+            self.split, config.seq_len, config.local_batch_size,
+            dp_world_size=self.dp_world_size, dp_rank=self.dp_rank, document_ids=data_section(self.job_config).reset_documents,
+        )
+        nll = torch.zeros((), dtype=torch.float64, device=device)
+        targets, tokens = torch.zeros((), dtype=torch.int64, device=device), 0
+        for inputs, labels in islice(batches, config.steps if config.steps > 0 else None):
+            extra = {name: value.to(device) for name, value in inputs.items()}
+            x, labels = extra.pop("input"), labels.to(device)
+            if loss_in_model(self.job_config):
+                extra["labels"] = labels
+            if dims.cp_enabled:
+                # as the trainer does: each rank gets its piece of input and labels
+                x, labels, _ = prepare_context_parallel_input(
+                    x, labels, {}, dims.get_mesh("cp"), x.device,
+                    self.job_config.parallelism.context_parallel_load_balancer,
+                )
+            tokens += labels.numel()
+            with self.validation_context():
+                if self.pp_schedule is None:
+                    with self.maybe_enable_amp:
+                        losses = [self.loss_fn(model(x, **extra), labels)]
+                else:
+                    losses = self._run_pipeline(x, labels, extra)
+            for loss in losses:
+                nll += (loss.full_tensor() if isinstance(loss, DTensor) else loss).double()
+            if self.is_last_stage:
+                targets += (labels != IGNORE_INDEX).sum()
+        mesh = dims.get_optional_mesh("loss") if dims.dp_cp_enabled else None
+        sums = [dist_utils.dist_sum(total, mesh) for total in (nll, targets)]
+        if dims.pp_enabled:
+            # the last stage alone has them
+            stages = dims.get_mesh("pp")
+            sums = [dist_utils.dist_sum(torch.tensor(total, dtype=torch.float64, device=device), stages) for total in sums]
+        return sums[0], int(sums[1]), tokens
+
+    def _run_pipeline(self, x: torch.Tensor, labels: torch.Tensor, extra: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The losses of the microbatches, on the rank that has the last stage."""
+        schedule: Any = self.pp_schedule
+        losses: list[torch.Tensor] = []
+        target = {"target": labels, "losses": losses} if self.is_last_stage else {"target": None, "losses": None}
+        if self.is_first_stage:
+            schedule.eval(x, **extra, **target)
+        else:
+            schedule.eval(**target)
+        return losses
+
+
+def check_validation(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+    """
+    Raises:
+        ValueError: validation is configured in a way that would score something else, or nothing.
+    """
+    family, config = job_config.model.name, job_config.validation
+    for field in ("freq", "local_batch_size", "seq_len"):
+        if (value := getattr(config, field)) < 1:
+            raise ValueError(f"{family}: expected validation.{field} to be at least 1, but got {value}")
+    training = job_config.training
+    if parallel_dims.pp_enabled:
+        # a schedule runs on the shapes that its stages were built for
+        for field in ("local_batch_size", "seq_len"):
+            if getattr(config, field) != getattr(training, field):
+                raise ValueError(
+                    f"{family}: expected validation.{field} = training.{field} under pipeline parallelism, but got "
+                    f"{getattr(config, field)} and {getattr(training, field)}. Remedy: set both to the same"
+                )
+    if config.seq_len % (pieces := parallel_dims.tp * parallel_dims.cp):
+        raise ValueError(
+            f"{family}: expected validation.seq_len to be a multiple of tensor x context parallel degree = {pieces}, but got "
+            f"{config.seq_len}. Remedy: validation.seq_len = training.seq_len"
+        )
+    if family == "llama" and config.seq_len > training.seq_len:
+        raise ValueError(
+            "llama: positions beyond the trained length mean nothing to the model, but validation.seq_len = "
+            f"{config.seq_len} with training.seq_len = {training.seq_len}. Remedy: set both to the same length"
+        )
+
+
+def scored_bytes(split: TokenSplit, tokenizer: TextTokenizer, targets: int) -> float:
+    """
+    UTF-8 bytes of the first `targets` labels of a split, i.e. of its tokens 1 to `targets`.
+
+    Exact for bytes, where an end of text that was added counts none. Other tokenizers lose track of which bytes a token
+    stands for: theirs is the share that these tokens are of all, of the bytes of the split.
+    """
+    if not isinstance(tokenizer, ByteTokenizer):
+        return split.num_bytes * targets / len(split.tokens)
+    added = len(split.tokens) - split.num_bytes
+    # an end of text before each next document, and one more at the end where nothing cuts the last document
+    ends = np.append(split.document_starts[1:], len(split.tokens))[:added] - 1
+    return targets - int(((ends >= 1) & (ends <= targets)).sum())
+
+
+def build_validator(
+    job_config: JobConfig,
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: TextTokenizer,
+    parallel_dims: ParallelDims,
+    loss_fn: LossFunction,
+    validation_context: Callable[[], AbstractContextManager[None]],
+    maybe_enable_amp: AbstractContextManager[None],
+    metrics_processor: MetricsProcessor,
+    pp_schedule: _PipelineSchedule | None = None,
+    pp_has_first_stage: bool | None = None,
+    pp_has_last_stage: bool | None = None,
+) -> SplitValidator:
+    """`build_validator_fn` of all three families, with torchtitan's signature; see `SplitValidator`."""
+    return SplitValidator(
+        job_config,
+        tokenizer=tokenizer,
+        parallel_dims=parallel_dims,
+        dp_world_size=dp_world_size,
+        dp_rank=dp_rank,
+        loss_fn=loss_fn,
+        validation_context=validation_context,
+        maybe_enable_amp=maybe_enable_amp,
+        metrics_processor=metrics_processor,
+        pp_schedule=pp_schedule,
+        # torchtitan says None of stages where it has no pipeline
+        pp_stages=(True, True) if pp_schedule is None else (bool(pp_has_first_stage), bool(pp_has_last_stage)),
+    )

@@ -1,0 +1,236 @@
+"""
+A sequence of any length as segments that hand their recurrent states on, each computed anew in the backward pass: the
+values and gradients of the whole sequence, in the memory of one segment.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from fla.models.utils import Cache
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fla_harmonic.layers import HarmonicAttention
+from fla_harmonic.titan.patches.cpu import release_free_memory
+
+
+class LayerLayout(NamedTuple):
+    """Shapes, without the batch, of what a `HarmonicAttention` remembers: its levels' states, and its convolution's inputs."""
+
+    levels: tuple[int, ...]
+    conv: tuple[int, int] | None
+
+
+class LayerState(NamedTuple):
+    """What a `HarmonicAttention` remembers of B rows: each level `[B, D]`, the convolution `[B, hidden_size, conv_size]`."""
+
+    levels: tuple[torch.Tensor, ...]
+    conv: torch.Tensor | None
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "LayerState":
+        """The state with every tensor replaced by the function's value."""
+        return LayerState(tuple(map(function, self.levels)), None if self.conv is None else function(self.conv))
+
+
+# one entry a layer
+States = Sequence[LayerState]
+# (tokens [B, T], borders of packed documents or None, cache) -> hidden states [B, T, H]
+Hidden = Callable[[torch.Tensor, torch.Tensor | None, Cache], torch.Tensor]
+# (hidden states [B, T, H], labels [B, T], whether it runs in a checkpointed function) -> summed loss
+Loss = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
+
+
+def state_layout(blocks: Iterable[nn.Module]) -> tuple[LayerLayout, ...]:
+    """
+    What the blocks of a Harmonic model remember.
+
+    Raises:
+        ValueError: a block has another layer than `HarmonicAttention`, so that its memory is no state of constant size.
+    """
+    layout = []
+    for index, block in enumerate(blocks):
+        attn = getattr(block, "attn", None)
+        if not isinstance(attn, HarmonicAttention):
+            raise ValueError(
+                f"expected HarmonicAttention in every block, but block {index} has {type(attn).__name__}: its memory is not a "
+                "state that one segment can hand to the next. Remedy: harmonic.segment_len = 0 and harmonic.stateful = false"
+            )
+        conv = (attn.hidden_size, attn.conv_size) if attn.use_short_conv else None
+        layout.append(LayerLayout((attn.level_size,) * len(attn.levels), conv))
+    return tuple(layout)
+
+
+def zero_states(layout: Iterable[LayerLayout], rows: int, device: torch.device | str | None = None) -> States:
+    """The states before the first token, float32."""
+    return [
+        LayerState(
+            tuple(torch.zeros(rows, size, device=device) for size in layer.levels),
+            None if layer.conv is None else torch.zeros(rows, *layer.conv, device=device),
+        )
+        for layer in layout
+    ]
+
+
+class SegmentCache(Cache):
+    """
+    fla's cache for one segment: what a layer reads is what the segment began with, and what it writes is kept apart. So a
+    block that activation checkpointing computes a second time computes the same.
+
+    Args:
+        before (States):
+            What the layers remember when the segment begins.
+    """
+
+    def __init__(self, before: States) -> None:
+        super().__init__()
+        self.before = before
+        self.after: dict[int, LayerState] = {}
+
+    def __len__(self) -> int:
+        return len(self.before)
+
+    def __getitem__(self, layer_idx: int) -> dict[str, Any]:
+        levels, conv = self.before[layer_idx]
+        return {"recurrent_state": levels, "conv_state": conv}
+
+    def update(
+        self,
+        *,
+        layer_idx: int,
+        recurrent_state: tuple[torch.Tensor, ...],
+        conv_state: torch.Tensor | None,
+        **_: Any,
+    ) -> None:
+        self.after[layer_idx] = LayerState(recurrent_state, conv_state)
+
+    def states(self) -> States:
+        """What the layers remember when the segment has ended."""
+        return [self.after[layer_idx] for layer_idx in range(len(self.before))]
+
+
+class Packing:
+    """
+    The documents of B rows as one packed row, and which of them each row's states enter and leave.
+
+    Args:
+        document_ids (torch.Tensor):
+            Number of each token's document within its row, of shape `[B, T]`.
+        continues (torch.Tensor):
+            Whether a row's first document goes on with the row's state, `[B]` bool.
+    """
+
+    def __init__(self, document_ids: torch.Tensor, continues: torch.Tensor) -> None:
+        self.continues = continues
+        self.cu_seqlens = document_borders(document_ids)
+        rows, tokens = document_ids.shape
+        starts = torch.arange(rows, device=document_ids.device) * tokens
+        self.first = torch.searchsorted(self.cu_seqlens, starts)
+        self.last = torch.cat([self.first[1:], self.first.new_tensor([len(self.cu_seqlens) - 1])]) - 1
+
+    def enter(self, states: States) -> States:
+        """States of N documents from those of B rows: the rows' own for documents that go on, else zero."""
+        documents = len(self.cu_seqlens) - 1
+
+        def spread(rows: torch.Tensor) -> torch.Tensor:
+            rows = _keep(rows, self.continues)
+            return rows.new_zeros(documents, *rows.shape[1:]).index_copy(0, self.first, rows)
+
+        return [state.map(spread) for state in states]
+
+    def leave(self, states: States) -> States:
+        """States of B rows from those of N documents: each row's last document's."""
+        return [state.map(lambda documents: documents[self.last]) for state in states]
+
+
+def document_borders(document_ids: torch.Tensor) -> torch.Tensor:
+    """Cumulative lengths `[N + 1]` of the documents in `[B, T]`, read row by row; a document ends with its row."""
+    first = torch.ones_like(document_ids, dtype=torch.bool)
+    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    starts = first.flatten().nonzero().flatten()
+    return torch.cat([starts, starts.new_tensor([document_ids.numel()])])
+
+
+def run_segments(
+    hidden: Hidden,
+    loss: Loss,
+    states: States,
+    tokens: torch.Tensor,
+    labels: torch.Tensor,
+    document_ids: torch.Tensor | None = None,
+    continues: torch.Tensor | None = None,
+    segment_len: int = 0,
+) -> tuple[torch.Tensor, States]:
+    """
+    Loss of a sequence from given states on, and the states after it.
+
+    Args:
+        hidden, loss:
+            The model from tokens to hidden states, and from these to the summed loss.
+        states (States):
+            What the layers remember of the B rows before their first token.
+        tokens, labels (torch.Tensor):
+            Token ids of shape `[B, T]`.
+        document_ids (torch.Tensor, Optional):
+            Number of each token's document within its row, of shape `[B, T]`: states begin anew where it changes.
+            Default: each row is one document.
+        continues (torch.Tensor, Optional):
+            Whether a row goes on with its states, `[B]` bool; the others begin with zeros. Default: all do.
+        segment_len (int):
+            Most tokens of a segment; the segments of a sequence are as equal as can be. 0: one segment, whose activations
+            are kept. Default: 0.
+
+    Returns:
+        total (torch.Tensor):
+            Sum of the segments' losses.
+        states (States):
+            What the layers remember of the B rows after their last token.
+    """
+    rows, length = tokens.shape
+    if continues is None:
+        continues = torch.ones(rows, dtype=torch.bool, device=tokens.device)
+    count = -(-length // segment_len) if segment_len and length else 1
+    recomputed = count > 1
+
+    def segment(
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        document_ids: torch.Tensor | None,
+        continues: torch.Tensor,
+        states: States,
+    ) -> tuple[torch.Tensor, States]:
+        if recomputed and tokens.device.type == "cpu":
+            # what the segment before has left
+            release_free_memory()
+        if document_ids is None:
+            cache = SegmentCache([state.map(lambda x: _keep(x, continues)) for state in states])
+            h = hidden(tokens, None, cache)
+            after = cache.states()
+        else:
+            packing = Packing(document_ids, continues)
+            cache = SegmentCache(packing.enter(states))
+            h = hidden(tokens.reshape(1, -1), packing.cu_seqlens, cache).view(*tokens.shape, -1)
+            after = packing.leave(cache.states())
+        return loss(h, labels, recomputed), after
+
+    total: torch.Tensor | None = None
+    pieces = [
+        tokens.tensor_split(count, dim=1),
+        labels.tensor_split(count, dim=1),
+        [None] * count if document_ids is None else document_ids.tensor_split(count, dim=1),
+    ]
+    document: torch.Tensor | None = None
+    for piece_tokens, piece_labels, piece_ids in zip(*pieces, strict=True):
+        if total is not None:
+            continues = torch.ones_like(continues) if piece_ids is None else piece_ids[:, 0] == document
+        inputs = piece_tokens, piece_labels, piece_ids, continues, states
+        piece, states = checkpoint(segment, *inputs, use_reentrant=False) if recomputed else segment(*inputs)
+        # added up as they come: the backward pass takes the segments one by one, the last first
+        total = piece if total is None else total + piece
+        document = None if piece_ids is None else piece_ids[:, -1:].squeeze(1)
+    assert total is not None
+    return total, states
+
+
+def _keep(rows: torch.Tensor, continues: torch.Tensor) -> torch.Tensor:
+    return torch.where(continues.view(-1, *[1] * (rows.ndim - 1)), rows, 0.0)

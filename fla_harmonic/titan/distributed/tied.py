@@ -1,0 +1,121 @@
+"""One table for token embeddings and head."""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torchtitan.config import JobConfig
+from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_division
+
+from fla_harmonic.titan.components.loss import linear_cross_entropy
+
+
+class TiedHead(nn.Module):
+    """
+    The head of a model whose logits are products with its own token embeddings. It has no parameter: the table belongs to
+    the embeddings alone, so that `to_empty`, optimizers, gradient norms and checkpoints meet it once.
+
+    Args:
+        embeddings (nn.Embedding):
+            The token embeddings; their weight is looked up at every call.
+        chunk_tokens (int):
+            Tokens whose logits exist at a time when it computes the loss; 0: all. Default: 0.
+    """
+
+    def __init__(self, embeddings: nn.Embedding, chunk_tokens: int = 0) -> None:
+        super().__init__()
+        self.chunk_tokens = chunk_tokens
+        # in a tuple, where nn.Module does not take it for a submodule of the head
+        self._embeddings = (embeddings,)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The table, `[vocab_size, hidden_size]`."""
+        return self._embeddings[0].weight
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        recomputed: bool = False,
+    ) -> torch.Tensor:
+        """Logits `[..., vocab_size]` of hidden states `[..., hidden_size]`, or the loss, as `LossHead`."""
+        if labels is None:
+            return F.linear(hidden_states, self.weight)
+        return linear_cross_entropy(hidden_states, self.weight, labels, self.chunk_tokens, recomputed)
+
+    def extra_repr(self) -> str:
+        vocab_size, hidden_size = self.weight.shape
+        return f"in_features={hidden_size}, out_features={vocab_size}"
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Whether the model's head is a `TiedHead`."""
+    return isinstance(model.output, TiedHead)
+
+
+def check_tied(job_config: JobConfig, family: str, kinds: tuple[str, ...] = ("tensor", "pipeline")) -> None:
+    """
+    Refuse what would split the one table in two.
+
+    Args:
+        job_config (JobConfig):
+            A job whose flavor ties its tables.
+        family (str):
+            The model's name, for the message.
+        kinds (tuple[str, ...]):
+            Kinds of parallelism that the family does not support with tied tables.
+
+    Raises:
+        ValueError: one of them is configured.
+    """
+    for kind in kinds:
+        field = f"{kind}_parallel_degree"
+        if (degree := getattr(job_config.parallelism, field)) > 1:
+            raise ValueError(
+                f"{family}: {kind} parallelism is not supported for tied embeddings, but "
+                f"model.flavor = {job_config.model.flavor!r} ties them and parallelism.{field} = {degree}. "
+                "Remedy: shard over the data (FSDP), or choose a flavor with tie_word_embeddings = False"
+            )
+
+
+def apply_fsdp_tied(
+    model: nn.Module,
+    dp_mesh: DeviceMesh,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    cpu_offload: bool = False,
+    reshard_after_forward_policy: str = "default",
+) -> None:
+    """
+    torchtitan's `apply_fsdp` for a model whose head is a `TiedHead`: embeddings, last norm and head are one group, whose
+    table is gathered once for both uses, and whose gradient is reduced once with both parts in it.
+
+    Args:
+        model (nn.Module):
+            The model, with torchtitan's names; changed in place.
+        dp_mesh (DeviceMesh):
+            Mesh of FSDP, or of HSDP with two dimensions.
+        param_dtype, reduce_dtype (torch.dtype):
+            What parameters are gathered in, and gradients reduced in.
+        cpu_offload (bool):
+            Whether shards rest in CPU memory. Default: `False`.
+        reshard_after_forward_policy (str):
+            "always" and "default" free a block's parameters after its forward pass, "never" keeps them.
+    """
+    policies: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
+    if cpu_offload:
+        policies["offload_policy"] = CPUOffloadPolicy()
+    reshard = reshard_after_forward_policy != "never"
+    for block in cast(nn.ModuleDict, model.layers).values():
+        fully_shard(block, mesh=dp_mesh, reshard_after_forward=reshard, **policies)
+    # kept after the head, whose backward pass comes at once
+    fully_shard(
+        [cast(nn.Module, module) for module in (model.tok_embeddings, model.norm, model.output)], mesh=dp_mesh,
+        reshard_after_forward=reshard_after_forward_policy == "always", **policies,
+    )
+    fully_shard(model, mesh=dp_mesh, **policies)
+    disable_fsdp_gradient_division(model)

@@ -1,0 +1,270 @@
+"""
+Converted pretrained models behind torchtitan's interface. Shape, tokenizer and weights are those of one directory, which
+`python -m fla_harmonic.hallamonic convert` or `python -m fla_harmonic.titan.export` wrote:
+
+    [model]
+    name = "hallamonic"
+    flavor = "hf"
+    hf_assets_path = "outputs/x/converted"
+
+    [checkpoint]
+    initial_load_in_hf = true
+
+    [hallamonic]
+    train = "harmonic"
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fla.models.utils import Cache
+from torch import nn
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from fla_harmonic.hallamonic import HallamonicConfig
+from fla_harmonic.hallamonic.configuration_hallamonic import UNLIMITED
+from fla_harmonic.hallamonic.families import head_size
+from fla_harmonic.hallamonic.modeling_hallamonic import HarmonicMixer
+from fla_harmonic.layers.harmonic import TIMESCALES
+from fla_harmonic.ops.harmonic.context_parallel import CPContext
+from fla_harmonic.titan.components.dataloader import WindowLoader
+from fla_harmonic.titan.components.init import init_from_reference
+from fla_harmonic.titan.components.stateful import RowStates
+from fla_harmonic.titan.config import data_section, hallamonic_section
+from fla_harmonic.titan.distributed.tied import TiedHead
+from fla_harmonic.titan.models.hf_model import HFModel, HFModelArgs
+
+_MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+@dataclass
+class HallamonicArgs(HFModelArgs):
+    """
+    Arguments of a `Hallamonic`, those of an `HFModel` and:
+
+    Args:
+        train (str):
+            The job's `[hallamonic] train`.
+        teacher_path (str), teacher_weight (float):
+            Those of the same section.
+        teacher_dtype (str):
+            What the teacher computes in: the job's `training.mixed_precision_param`.
+    """
+
+    family: str = "hallamonic"
+    train: str = "all"
+    teacher_path: str = ""
+    teacher_weight: float = 0.5
+    teacher_dtype: str = "float32"
+
+    @property
+    def num_levels(self) -> int:
+        config: Any = self.hf_config()
+        return len(config.layer_options.get("timescales", TIMESCALES)) if config.harmonic_layers else 0
+
+    def trained_length(self, seq_len: int) -> int:
+        """
+        Attention layers that are left have the pretrained model's length. Harmonic layers have no limit: theirs is the longest
+        that they were trained on.
+        """
+        config: Any = self.hf_config()
+        length = config.max_position_embeddings
+        return seq_len if length == UNLIMITED else max(seq_len, length) if config.all_harmonic else length
+
+    def read(self, directory: str | Path) -> None:
+        """
+        Take the configuration of a converted model.
+
+        Raises:
+            ValueError: the directory holds none.
+        """
+        values: dict[str, Any] = {}
+        if (Path(directory) / "config.json").is_file():
+            values, _ = PreTrainedConfig.get_config_dict(directory)
+        if (kind := values.get("model_type", "no config.json")) != HallamonicConfig.model_type:
+            raise ValueError(
+                f"hallamonic: expected the directory of a converted model in model.hf_assets_path, but {str(directory)!r} has "
+                f"{kind if not values else f'model_type = {kind!r}'}. Remedy: write one with `python -m "
+                "fla_harmonic.hallamonic convert`"
+            )
+        self.config = values
+
+    def update_from_config(self, job_config: JobConfig, **kwargs: object) -> None:
+        """
+        Take the configuration of `model.hf_assets_path`, and the `[hallamonic]` section, from the job.
+
+        Raises:
+            ValueError: the directory holds no converted model, the job has no weights to begin with, nothing to train or a
+                teacher of other tokens, or asks for what is not supported (see `HFModelArgs`).
+        """
+        self.read(job_config.model.hf_assets_path)
+        checkpoint, section = job_config.checkpoint, hallamonic_section(job_config)
+        if not (checkpoint.enable and (checkpoint.initial_load_in_hf or checkpoint.initial_load_path)):
+            raise ValueError(
+                "hallamonic: expected the weights of a converted model to begin with, but checkpoint.enable = "
+                f"{checkpoint.enable}, checkpoint.initial_load_in_hf = {checkpoint.initial_load_in_hf} and "
+                f"checkpoint.initial_load_path = {checkpoint.initial_load_path!r}. Remedy: checkpoint.enable = true and "
+                "initial_load_in_hf = true, which loads those of model.hf_assets_path"
+            )
+        config: Any = self.hf_config()
+        if section.train == "harmonic" and not config.harmonic_layers:
+            raise ValueError(
+                "hallamonic: expected layers that took attention's place, but the model in model.hf_assets_path has none and "
+                'hallamonic.train = "harmonic". Remedy: convert some, or hallamonic.train = "all"'
+            )
+        super().update_from_config(job_config, **kwargs)
+        self.train = section.train
+        self.teacher_path, self.teacher_weight = section.teacher_path, section.teacher_weight
+        self.teacher_dtype = job_config.training.mixed_precision_param
+        if self.teacher_path:
+            self._check_teacher(job_config)
+
+    def _check_teacher(self, job_config: JobConfig) -> None:
+        values: dict[str, Any] = {}
+        if (Path(self.teacher_path) / "config.json").is_file():
+            values, _ = PreTrainedConfig.get_config_dict(self.teacher_path)
+        vocab_size = values.get("vocab_size", values.get("source", {}).get("vocab_size"))
+        if vocab_size != self.vocab_size:
+            found = f"vocab_size = {vocab_size}" if values else "no config.json"
+            raise ValueError(
+                f"hallamonic: expected a model of the same {self.vocab_size} tokens in hallamonic.teacher_path, but "
+                f"{self.teacher_path!r} has {found}. Remedy: name the directory of the original"
+            )
+        if not 0 <= self.teacher_weight <= 1:
+            raise ValueError(f"hallamonic: expected hallamonic.teacher_weight in [0, 1], but got {self.teacher_weight}")
+        documents = data_section(job_config).reset_documents
+        if self.loss_chunk_tokens or documents:
+            raise ValueError(
+                "hallamonic: a teacher needs whole logits of windows that are one text, but harmonic.loss_chunk_tokens = "
+                f"{self.loss_chunk_tokens} and data.reset_documents = {documents}. Remedy: 0 and false, or no "
+                "hallamonic.teacher_path"
+            )
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """
+        As `HFModelArgs`, with the attention layers that are left. A weight that is not trained has no gradient: 4 operations
+        on a token in place of 6.
+        """
+        parameters, flops = super().get_nparams_and_flops(model, seq_len)
+        config: Any = self.hf_config()
+        source, attention = config.source, 0
+        for index, kind in enumerate(layer_kinds(source)):
+            if index not in config.harmonic_layers:
+                seen = min(source.sliding_window, seq_len) if kind == "sliding_attention" else seq_len
+                keys = seen * (seen + 1) // 2 + (seq_len - seen) * seen
+                attention += 4 * head_size(source) * source.num_attention_heads * keys // seq_len
+        maps = (m.weight for m in model.modules() if isinstance(m, nn.Linear | TiedHead))
+        frozen = sum(weight.numel() for weight in maps if not weight.requires_grad)
+        return parameters, flops + 3 * attention - 2 * frozen
+
+
+class Hallamonic(HFModel):
+    """
+    An `HFModel` whose blocks are those of a pretrained model's own class, Harmonic layers in the place of some attention
+    layers. With `train = "harmonic"` the parameters of those alone need gradients.
+
+    Args:
+        model_args (HallamonicArgs):
+            Configuration, seed, what is trained and how the loss is computed.
+    """
+
+    model_args: HallamonicArgs
+
+    def __init__(self, model_args: HallamonicArgs) -> None:
+        hf_model: Any = model_args.build_hf()
+        super().__init__(model_args, hf_model)
+        self.rotary_emb = hf_model.model.rotary_emb
+        # the one that has attention's implementation, which masks depend on
+        self.source = hf_model.config.source
+        # loaded when it is first asked; in a tuple, where it is no part of the model
+        self.teacher: tuple[nn.Module, ...] = ()
+        self.kinds = [] if hf_model.config.all_harmonic else layer_kinds(self.source)
+        if model_args.train == "harmonic":
+            self.requires_grad_(False)
+            for module in self.modules():
+                if isinstance(module, HarmonicMixer):
+                    module.requires_grad_(True)
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        """Weights as of an untrained model, which those of the directory replace, and buffers."""
+        # by name: FSDP and DDP make the model's type another
+        init_from_reference(self, lambda: Hallamonic(self.model_args), self.model_args.seed, buffer_device)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        attention_masks: None = None,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        carried: RowStates | None = None,
+    ) -> torch.Tensor:
+        """As `HFModel`; in training with a teacher, the sum of the losses with both."""
+        if labels is None or not (self.training and self.model_args.teacher_path):
+            return super().forward(tokens, attention_masks, positions, document_ids, labels, carried)
+        logits = super().forward(tokens).flatten(0, 1).float()
+        with torch.no_grad():
+            wanted = self._teacher(tokens.device)(tokens, use_cache=False).logits.flatten(0, 1).float().log_softmax(-1)
+        labels, weight = labels.flatten(), self.model_args.teacher_weight
+        text = F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORE_INDEX)
+        divergence = F.kl_div(logits.log_softmax(-1), wanted, reduction="none", log_target=True).sum(-1)
+        return weight * divergence[labels != IGNORE_INDEX].sum() + (1 - weight) * text
+
+    def _teacher(self, device: torch.device) -> Any:
+        if not self.teacher:
+            args = self.model_args
+            teacher: Any = AutoModelForCausalLM.from_pretrained(args.teacher_path, dtype=TORCH_DTYPE_MAP[args.teacher_dtype])
+            self.teacher = (teacher.to(device).eval(),)
+        return self.teacher[0]
+
+    def _hidden(
+        self,
+        tokens: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        cp_context: CPContext | None = None,
+    ) -> torch.Tensor:
+        h = self.tok_embeddings(tokens)
+        options: dict[str, Any] = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+        masks: dict[str, torch.Tensor | None] = {}
+        if self.kinds:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            if cu_seqlens is not None:
+                positions = positions - cu_seqlens[torch.bucketize(positions, cu_seqlens, right=True) - 1]
+            # where positions begin anew, transformers' masks do so too
+            position_ids = positions[None]
+            options |= {"position_ids": position_ids, "position_embeddings": self.rotary_emb(h, position_ids)}
+            masks = {kind: _MASKS[kind](self.source, h, None, None, position_ids) for kind in set(self.kinds)}
+        for index, layer in self.layers.items():
+            h = layer(h, attention_mask=masks[self.kinds[int(index)]] if masks else None, **options)
+        return self.norm(h).to(self.output.weight.dtype)
+
+
+def layer_kinds(source: PreTrainedConfig) -> list[str]:
+    """`"full_attention"` or `"sliding_attention"` for each layer of a pretrained model."""
+    if (kinds := getattr(source, "layer_types", None)) is not None:
+        return list(kinds)
+    sliding = getattr(source, "sliding_window", None) is not None
+    return ["sliding_attention" if sliding else "full_attention"] * source.num_hidden_layers
+
+
+def read_directory(build: Callable[..., WindowLoader]) -> Callable[..., WindowLoader]:
+    """A `build_dataloader_fn` that knows the vocabulary: torchtitan builds the data before the model's arguments."""
+    @wraps(build)
+    def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: JobConfig) -> WindowLoader:
+        # another flavor is refused there
+        if job_config.model.flavor in HALLAMONIC:
+            HALLAMONIC[job_config.model.flavor].read(job_config.model.hf_assets_path)
+        return build(dp_world_size, dp_rank, tokenizer, job_config)
+    return build_dataloader
+
+
+HALLAMONIC = {"hf": HallamonicArgs()}
