@@ -166,6 +166,17 @@ def parse_fields(entries: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
+def global_batch_size(job_config: Any, dp_degree: int = 1) -> int:
+    """Rows of a step: `training.global_batch_size`, or the local batches of all data-parallel ranks where that is unset."""
+    training = job_config.training
+    return training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp_degree
+
+
+def compiles_model(job_config: Any) -> bool:
+    """Whether the blocks of the model are compiled."""
+    return job_config.compile.enable and "model" in job_config.compile.components
+
+
 def loss_in_model(job_config: Any) -> bool:
     """Whether the model computes the loss itself, from labels that the batches hold."""
     section = harmonic_section(job_config)
@@ -203,7 +214,7 @@ def check_harmonic_section(job_config: Any, family: str) -> None:
                 f"{family}: states are handed on by Harmonic alone, but harmonic.{name} = {value}. Remedy: harmonic.{name} = "
                 f"{off}, or model.name = \"harmonic\""
             )
-    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    compiled = compiles_model(job_config)
     if (section.segment_len or section.stateful) and compiled and (mode := job_config.activation_checkpoint.mode) != "none":
         # the checkpoint would be inside the compiled block, and tracing it forbids the block to hand its states out
         raise ValueError(

@@ -10,9 +10,10 @@ from torch import nn
 from torchtitan.protocols.train_spec import get_train_spec
 
 from fla_harmonic.models.harmonic import HarmonicConfig
+from fla_harmonic.titan.components.states import state_layout, zero_states
 from fla_harmonic.titan.config import check_harmonic_section
 from fla_harmonic.titan.distributed.parallelize import parallelize
-from fla_harmonic.titan.distributed.segments import run_segments, state_layout, zero_states
+from fla_harmonic.titan.distributed.segments import run_segments
 from fla_harmonic.titan.models.hf_model import HFModel, HFModelArgs
 
 PRESETS: dict[str, Any] = {

@@ -13,7 +13,7 @@ from test_train import LOSS, check_same, launch, read, train
 from fla_harmonic.text.tokenizers import ByteTokenizer
 from fla_harmonic.titan.components.dataloader import TokenSplit, TokenWindows
 from fla_harmonic.titan.components.stateful import StreamLoader, build_dataloader
-from fla_harmonic.titan.distributed.segments import LayerLayout
+from fla_harmonic.titan.components.states import LayerLayout
 
 LAYOUT = (LayerLayout((3, 3), (2, 4)), LayerLayout((3, 3), None))
 

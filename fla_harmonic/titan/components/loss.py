@@ -66,6 +66,45 @@ class LossHead(nn.Linear):
         return linear_cross_entropy(input, self.weight, labels, self.chunk_tokens, recomputed)
 
 
+class TiedHead(nn.Module):
+    """
+    The head of a model whose logits are products with its own token embeddings. It has no parameter: the table belongs to
+    the embeddings alone, so that `to_empty`, optimizers, gradient norms and checkpoints meet it once.
+
+    Args:
+        embeddings (nn.Embedding):
+            The token embeddings; their weight is looked up at every call.
+        chunk_tokens (int):
+            Tokens whose logits exist at a time when it computes the loss; 0: all. Default: 0.
+    """
+
+    def __init__(self, embeddings: nn.Embedding, chunk_tokens: int = 0) -> None:
+        super().__init__()
+        self.chunk_tokens = chunk_tokens
+        # in a tuple, where nn.Module does not take it for a submodule of the head
+        self._embeddings = (embeddings,)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The table, `[vocab_size, hidden_size]`."""
+        return self._embeddings[0].weight
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        recomputed: bool = False,
+    ) -> torch.Tensor:
+        """Logits `[..., vocab_size]` of hidden states `[..., hidden_size]`, or the loss, as `LossHead`."""
+        if labels is None:
+            return F.linear(hidden_states, self.weight)
+        return linear_cross_entropy(hidden_states, self.weight, labels, self.chunk_tokens, recomputed)
+
+    def extra_repr(self) -> str:
+        vocab_size, hidden_size = self.weight.shape
+        return f"in_features={hidden_size}, out_features={vocab_size}"
+
+
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -19,8 +19,8 @@ from fla_harmonic.text.tokenizers import TextTokenizer
 from fla_harmonic.titan.components import dataloader as data
 from fla_harmonic.titan.components.budget import keep_token_budget, warn_of_another_budget
 from fla_harmonic.titan.components.dataloader import Batch, TokenWindows, WindowLoader
+from fla_harmonic.titan.components.states import LayerLayout, LayerState, States, zero_states
 from fla_harmonic.titan.config import harmonic_section
-from fla_harmonic.titan.distributed.segments import LayerLayout, LayerState, States, zero_states
 
 
 class RowStates:

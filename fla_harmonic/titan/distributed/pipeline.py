@@ -9,6 +9,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import BaseModelArgs, ParallelizeFunction
 
+from fla_harmonic.titan.config import global_batch_size
 from fla_harmonic.titan.distributed.gradient_scale import scale_gradient
 
 
@@ -44,9 +45,6 @@ def pipeline(
     torchtitan's `pipeline_llm`, whose gradients are divided by the labels of a step: every window of the loader is full of
     them, so their number is known before the run. Arguments and returns as there.
     """
-    training = job_config.training
-    batch = training.global_batch_size
-    if batch < 0:
-        batch = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
-    loss_fn = scale_gradient(loss_fn, 1 / (batch * training.seq_len))
+    rows = global_batch_size(job_config, parallel_dims.dp_replicate * parallel_dims.dp_shard)
+    loss_fn = scale_gradient(loss_fn, 1 / (rows * job_config.training.seq_len))
     return pipeline_llm(model, parallel_dims, job_config, device, model_args, parallelize_fn, loss_fn)

@@ -3,73 +3,20 @@ A sequence of any length as segments that hand their recurrent states on, each c
 values and gradients of the whole sequence, in the memory of one segment.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from fla.models.utils import Cache
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fla_harmonic.layers import HarmonicAttention
+from fla_harmonic.titan.components.states import LayerState, States
 from fla_harmonic.titan.patches.cpu import release_free_memory
 
-
-class LayerLayout(NamedTuple):
-    """Shapes, without the batch, of what a `HarmonicAttention` remembers: its levels' states, and its convolution's inputs."""
-
-    levels: tuple[int, ...]
-    conv: tuple[int, int] | None
-
-
-class LayerState(NamedTuple):
-    """What a `HarmonicAttention` remembers of B rows: each level `[B, D]`, the convolution `[B, hidden_size, conv_size]`."""
-
-    levels: tuple[torch.Tensor, ...]
-    conv: torch.Tensor | None
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "LayerState":
-        """The state with every tensor replaced by the function's value."""
-        return LayerState(tuple(map(function, self.levels)), None if self.conv is None else function(self.conv))
-
-
-# one entry a layer
-States = Sequence[LayerState]
 # (tokens [B, T], borders of packed documents or None, cache) -> hidden states [B, T, H]
 Hidden = Callable[[torch.Tensor, torch.Tensor | None, Cache], torch.Tensor]
 # (hidden states [B, T, H], labels [B, T], whether it runs in a checkpointed function) -> summed loss
 Loss = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
-
-
-def state_layout(blocks: Iterable[nn.Module]) -> tuple[LayerLayout, ...]:
-    """
-    What the blocks of a Harmonic model remember.
-
-    Raises:
-        ValueError: a block has another layer than `HarmonicAttention`, so that its memory is no state of constant size.
-    """
-    layout = []
-    for index, block in enumerate(blocks):
-        attn = getattr(block, "attn", None)
-        if not isinstance(attn, HarmonicAttention):
-            raise ValueError(
-                f"expected HarmonicAttention in every block, but block {index} has {type(attn).__name__}: its memory is not a "
-                "state that one segment can hand to the next. Remedy: harmonic.segment_len = 0 and harmonic.stateful = false"
-            )
-        conv = (attn.hidden_size, attn.conv_size) if attn.use_short_conv else None
-        layout.append(LayerLayout((attn.level_size,) * len(attn.levels), conv))
-    return tuple(layout)
-
-
-def zero_states(layout: Iterable[LayerLayout], rows: int, device: torch.device | str | None = None) -> States:
-    """The states before the first token, float32."""
-    return [
-        LayerState(
-            tuple(torch.zeros(rows, size, device=device) for size in layer.levels),
-            None if layer.conv is None else torch.zeros(rows, *layer.conv, device=device),
-        )
-        for layer in layout
-    ]
 
 
 class SegmentCache(Cache):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from fla_harmonic.titan.distributed.tied import TiedHead
+from fla_harmonic.titan.components.loss import TiedHead
 
 _A100_FLOPS = 312e12
 

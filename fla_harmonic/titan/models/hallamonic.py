@@ -37,9 +37,9 @@ from fla_harmonic.layers.harmonic import TIMESCALES
 from fla_harmonic.ops.harmonic.context_parallel import CPContext
 from fla_harmonic.titan.components.dataloader import WindowLoader
 from fla_harmonic.titan.components.init import init_from_reference
+from fla_harmonic.titan.components.loss import TiedHead
 from fla_harmonic.titan.components.stateful import RowStates
 from fla_harmonic.titan.config import data_section, hallamonic_section
-from fla_harmonic.titan.distributed.tied import TiedHead
 from fla_harmonic.titan.models.hf_model import HFModel, HFModelArgs
 
 _MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}

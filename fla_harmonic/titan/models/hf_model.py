@@ -23,14 +23,15 @@ from fla_harmonic.modules import Attention
 from fla_harmonic.ops.harmonic.context_parallel import CPContext, build_cp_context
 from fla_harmonic.titan.components.hf_import import check_hf_directory
 from fla_harmonic.titan.components.init import init_from_reference
-from fla_harmonic.titan.components.loss import LossHead
+from fla_harmonic.titan.components.loss import LossHead, TiedHead
 from fla_harmonic.titan.components.optimizer import undecayed_names
 from fla_harmonic.titan.components.stateful import RowStates
+from fla_harmonic.titan.components.states import LayerLayout, state_layout, zero_states
 from fla_harmonic.titan.config import check_harmonic_section, config_overrides, data_section, harmonic_section
 from fla_harmonic.titan.distributed.parallelize import check_job
 from fla_harmonic.titan.distributed.pipeline import check_stages
-from fla_harmonic.titan.distributed.segments import LayerLayout, document_borders, run_segments, state_layout, zero_states
-from fla_harmonic.titan.distributed.tied import TiedHead, check_tied
+from fla_harmonic.titan.distributed.segments import document_borders, run_segments
+from fla_harmonic.titan.distributed.tied import check_tied
 from fla_harmonic.titan.models.flops import matmul_flops
 
 

@@ -15,11 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fla_harmonic.titan.components.hf_import import check_hf_directory
 from fla_harmonic.titan.components.init import init_from_reference
-from fla_harmonic.titan.components.loss import LossHead
+from fla_harmonic.titan.components.loss import LossHead, TiedHead
 from fla_harmonic.titan.config import check_harmonic_section, harmonic_section
 from fla_harmonic.titan.distributed.parallelize import check_job
 from fla_harmonic.titan.distributed.pipeline import check_stages
-from fla_harmonic.titan.distributed.tied import TiedHead, check_tied
+from fla_harmonic.titan.distributed.tied import check_tied
 from fla_harmonic.titan.models.flops import matmul_flops
 
 
