@@ -20,9 +20,9 @@ import numpy as np
 import torch
 import tyro
 
+from eval.results import keep_command, write
 from eval.scoring.models import load_recurrent
-from eval.study.cells import Cell, Model, merge, write
-from eval.study.commands import keep_command
+from eval.study.cells import Cell, Model, merge
 from eval.study.paired import report
 from eval.study.protocol import Protocol, check_overrides, data_of, run, text_of
 from fla_harmonic.layers import HarmonicAttention

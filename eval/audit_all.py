@@ -16,10 +16,9 @@ from torch import nn
 from tqdm import tqdm
 
 from eval.audit import Audit, audit
+from eval.results import keep_command, write
 from eval.scoring.models import FAMILIES, build
 from eval.scoring.planted_leaks import MIXES, Table
-from eval.study.cells import write
-from eval.study.commands import keep_command
 
 
 @dataclass

@@ -17,8 +17,8 @@ from typing import Literal
 
 import tyro
 
+from eval.results import keep_command
 from eval.study.cells import Model, merge
-from eval.study.commands import keep_command
 from eval.study.paired import report
 from eval.study.protocol import Protocol, check_overrides, data_of, run, text_of
 

@@ -22,10 +22,9 @@ import tyro
 from torchtitan.config import ConfigManager
 
 from eval import length
+from eval.results import keep_command, write
 from eval.scoring import generation
 from eval.scoring.models import digest, load, trained_length
-from eval.study.cells import write
-from eval.study.commands import keep_command
 from fla_harmonic.text.tokenizers import JsonTokenizer
 from fla_harmonic.titan.components.dataloader import load_split
 from fla_harmonic.titan.config import data_section

@@ -22,10 +22,10 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 
 from eval.hallamonic_debug import cell
+from eval.results import keep_command, write
 from eval.scoring.models import digest, load
 from eval.scoring.targets import window_losses
-from eval.study.cells import Cell, Model, curve, run_cells, write
-from eval.study.commands import keep_command
+from eval.study.cells import Cell, Model, curve, run_cells
 from eval.study.protocol import text_of
 from eval.study.run_cell import scores
 from fla_harmonic.hallamonic.convert import Convert, convert

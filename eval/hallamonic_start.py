@@ -20,8 +20,7 @@ import tyro
 from transformers import PreTrainedModel
 
 from eval.audit import audit
-from eval.study.cells import write
-from eval.study.commands import keep_command
+from eval.results import keep_command, write
 from fla_harmonic.hallamonic.convert import convert_model, layer_options, load_source, parse_layers
 
 INITS = ("attention", "random")

@@ -36,9 +36,8 @@ from scipy import stats
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.audit import check_causal
+from eval.results import keep_command, machine, write
 from eval.scoring.models import digest, load
-from eval.study.cells import machine, write
-from eval.study.commands import keep_command
 from eval.tasks.passages import passages
 from eval.tasks.whole_words import WholeWords, bos_ids
 from fla_harmonic.text.corpus import load_documents, split_documents

@@ -32,11 +32,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from eval.audit import check_causal
+from eval.results import keep_command, machine, write
 from eval.scoring.context import Losses, buckets, is_recurrent, position_losses, window_starts
 from eval.scoring.models import digest, load, trained_length
 from eval.scoring.targets import bits, target_losses
-from eval.study.cells import machine, write
-from eval.study.commands import keep_command
 from fla_harmonic.text.tokenizers import JsonTokenizer
 from fla_harmonic.titan.components.dataloader import TokenSplit, load_split
 from fla_harmonic.titan.config import data_section

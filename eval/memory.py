@@ -22,7 +22,7 @@ import pandas as pd
 import torch
 import tyro
 
-from eval.study.commands import keep_command
+from eval.results import keep_command
 
 FAMILIES = ("harmonic", "mamba", "llama")
 # what is set for each way to compute the loss; `{chunk}` and `{segment}` are options

@@ -21,8 +21,8 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import tyro
 
-from eval.study.cells import Model, run_cells, write
-from eval.study.commands import keep_command
+from eval.results import keep_command, write
+from eval.study.cells import Model, run_cells
 from eval.tasks.recall_cell import RecallCell
 from eval.tasks.recall_tasks import MQAR, Passkey, Size
 

@@ -17,10 +17,9 @@ from pathlib import Path
 import pandas as pd
 import tyro
 
+from eval.results import COMMANDS, write
 from eval.scoring.models import FAMILIES
 from eval.study import published
-from eval.study.cells import write
-from eval.study.commands import NAME as COMMANDS
 from eval.study.paired import STAGE_TITLES, costs, differences, interval, paired, sweep, table
 from eval.study.sections import SECTIONS
 

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from eval.study.cells import machine, write
+from eval.results import machine, write
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import fcntl
 import hashlib
 import json
 import os
-import platform
 import shutil
 import statistics
 import sys
@@ -18,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Protocol
 
 import pandas as pd
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from eval.results import machine, write
 
 
 @dataclass(frozen=True)
@@ -293,22 +293,6 @@ def curve(folder: Path) -> pd.DataFrame:
 def speed(steps: pd.DataFrame) -> float:
     """Tokens per second of a run: the median, without the first logged step, which has the start-up in it."""
     return statistics.median(steps["throughput(tps)"].iloc[min(1, len(steps) - 1):])
-
-
-def write(file: Path, text: str) -> None:
-    """Writes a file as a whole, or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f"{file.name}.{os.getpid()}.draft")
-    draft.write_text(text)
-    os.replace(draft, file)
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers were made on."""
-    import torch
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    return {"device": device, "cpus": os.cpu_count(), "torch": torch.__version__, "torchtitan": version("torchtitan")}
 
 
 def end_with_parent() -> None:

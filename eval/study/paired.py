@@ -10,7 +10,8 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from scipy import stats
 
-from eval.study.cells import curve, write
+from eval.results import write
+from eval.study.cells import curve
 
 STAGE_TITLES = {"shared": "shared learning rate", "best": "each model's best learning rate"}
 

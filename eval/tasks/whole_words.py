@@ -9,7 +9,7 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.study.cells import write
+from eval.results import write
 
 # batches whose answers are kept at a time
 _BATCHES = 8

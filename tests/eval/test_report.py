@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from eval.report import Options, main
+from eval.results import keep_command
 from eval.study.cells import Model, Text
-from eval.study.commands import keep_command
 from eval.study.paired import frame, report
 from eval.study.protocol import Protocol
 from eval.study.published import ENWIK8, comparison
