@@ -15,8 +15,8 @@ import tyro
 from torch import nn
 from tqdm import tqdm
 
-from eval.audit import Audit, audit
 from eval.results import keep_command, write
+from eval.scoring.audit import Audit, audit
 from eval.scoring.models import FAMILIES, build
 from eval.scoring.planted_leaks import MIXES, Table
 

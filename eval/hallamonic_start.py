@@ -19,8 +19,8 @@ import torch.nn.functional as F
 import tyro
 from transformers import PreTrainedModel
 
-from eval.audit import audit
 from eval.results import keep_command, write
+from eval.scoring.audit import audit
 from fla_harmonic.hallamonic.convert import convert_model, layer_options, load_source, parse_layers
 
 INITS = ("attention", "random")

@@ -35,8 +35,8 @@ from lm_eval.tasks import TaskManager
 from scipy import stats
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.audit import check_causal
 from eval.results import keep_command, machine, write
+from eval.scoring.audit import check_causal
 from eval.scoring.models import digest, load
 from eval.tasks.passages import passages
 from eval.tasks.whole_words import WholeWords, bos_ids

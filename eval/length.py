@@ -31,8 +31,8 @@ from torchtitan.config import ConfigManager
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from eval.audit import check_causal
 from eval.results import keep_command, machine, write
+from eval.scoring.audit import check_causal
 from eval.scoring.context import Losses, buckets, is_recurrent, position_losses, window_starts
 from eval.scoring.models import digest, load, trained_length
 from eval.scoring.targets import bits, target_losses

@@ -17,8 +17,8 @@ from pathlib import Path
 import tyro
 from tqdm import tqdm
 
-from eval.audit import check_causal
 from eval.growth import MODES, measure, table
+from eval.scoring.audit import check_causal
 from eval.scoring.models import load_recurrent
 from eval.scoring.text_pieces import TextPieces
 from fla_harmonic import HarmonicForCausalLM

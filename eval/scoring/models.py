@@ -17,6 +17,11 @@ from fla_harmonic.titan.models.llama import LlamaArgs
 FAMILIES: dict[str, Any] = {"harmonic": HARMONIC, "mamba": MAMBA, "llama": LLAMA}
 
 
+def to_accelerator(model: Any) -> Any:
+    """The model on the accelerator, where there is one."""
+    return model.to(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else model
+
+
 def load(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
     The model, in evaluation mode and float32, and the tokenizer of a directory that `fla_harmonic.titan.export` wrote.
@@ -51,6 +56,16 @@ def trained_length(model: PreTrainedModel) -> int | None:
     """
     length = getattr(model.config, "max_position_embeddings", None)
     return None if length == UNLIMITED else length
+
+
+def is_beyond(length: int, trained: int | None) -> bool:
+    """Whether a length is more than the trained one, where that is known: no fair score of a model with positions."""
+    return trained is not None and length > trained
+
+
+def label_of(directory: Path) -> str:
+    """Name of a model: its folder's, or of the folder above one that is called `hf`."""
+    return directory.parent.name if directory.name == "hf" else directory.name
 
 
 def build(flavor: str, vocab_size: int | None = None, longest: int | None = None) -> PreTrainedModel:

@@ -14,9 +14,9 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
 import fla_harmonic.titan  # noqa: F401  (registers the specs)
-from eval.audit import check_causal
-from eval.score import score
+from eval.scoring.audit import check_causal
 from eval.scoring.models import load
+from eval.scoring.score import score
 from eval.study.cells import Cell, curve, speed
 from fla_harmonic.models.mamba.modeling_mamba import HAS_MAMBA_KERNELS
 from fla_harmonic.ops.harmonic.chunk import usable_backends
@@ -33,7 +33,7 @@ def measure(cell: Cell, folder: Path) -> dict[str, Any]:
 
     Returns:
         `parameters`, `flops_per_token`, `tokens_seen`, `tokens_per_second`, `peak_memory_gib`, `kernels`, `test` and
-        `validation` (each an `eval.score.Score`).
+        `validation` (each an `eval.scoring.score.Score`).
 
     Raises:
         RuntimeError: the run saw another number of tokens, or its model is not causal.

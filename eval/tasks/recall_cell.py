@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 
-from eval.audit import check_causal
+from eval.scoring.audit import check_causal
 from eval.scoring.models import build
 from eval.study.cells import Model, folder_name
 from eval.study.run_cell import kernels

@@ -9,7 +9,7 @@ from torch import nn
 
 from eval import audit as command
 from eval import audit_all
-from eval.audit import audit, check_causal, splits
+from eval.scoring.audit import audit, check_causal, splits
 from eval.scoring.models import FAMILIES, build
 from eval.scoring.planted_leaks import MIXES, Table
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eval.audit import audit
-from eval.score import score
+from eval.scoring.audit import audit
 from eval.scoring.models import load
 from eval.scoring.planted_leaks import Table
+from eval.scoring.score import score
 from fla_harmonic.titan.components.dataloader import TokenSplit
 
 
@@ -54,7 +54,7 @@ def test_every_token_but_the_first_counts_once_whatever_the_window(seq_len: int)
 
 def test_zero_logits_give_the_bits_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     # an audit of 32,000 logits a token is not what this is about
-    monkeypatch.setattr("eval.score.check_causal", lambda model: audit(Table(), 8))
+    monkeypatch.setattr("eval.scoring.score.check_causal", lambda model: audit(Table(), 8))
     result = score(Table(vocab_size=32000, scale=0.0), split_of(np.arange(100)), 64, 1)
     assert result.bits_per_token == pytest.approx(math.log2(32000), abs=1e-4)
     assert round(result.bits_per_token, 4) == 14.9658

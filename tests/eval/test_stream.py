@@ -13,8 +13,8 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import eval.scoring.text_pieces
 from eval.growth import LENGTHS, Growth, measure, table
-from eval.score import score
 from eval.scoring.models import load_recurrent
+from eval.scoring.score import score
 from eval.scoring.text_pieces import TextPieces
 from eval.stream import Options, StreamScore, main, read
 from fla_harmonic import HarmonicConfig, HarmonicForCausalLM

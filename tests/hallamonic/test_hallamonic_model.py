@@ -9,7 +9,7 @@ import torch
 from sources import CONFIGS, VOCAB, cache_of, converted, source, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from eval.audit import audit
+from eval.scoring.audit import audit
 from fla_harmonic import HallamonicConfig, HallamonicForCausalLM
 from fla_harmonic.hallamonic.configuration_hallamonic import UNLIMITED
 from fla_harmonic.hallamonic.convert import layer_options

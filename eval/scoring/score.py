@@ -1,0 +1,89 @@
+"""Mean loss of a model over targets of a text, in bits per token and per byte."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from eval.scoring.audit import Audit, check_causal
+from eval.scoring.models import is_beyond, trained_length
+from eval.scoring.targets import bits, target_losses
+from fla_harmonic.titan.components.dataloader import TokenSplit
+
+
+@dataclass
+class Score:
+    """Mean loss of a model over a split."""
+
+    targets: int
+    """Tokens predicted."""
+
+    first_target: int
+    """Position of the first of them in the split."""
+
+    seq_len: int
+    """Tokens of a window."""
+
+    stride: int
+    """Targets of a window."""
+
+    num_bytes: int
+    """UTF-8 bytes of the targets' text."""
+
+    bits_per_token: float
+    """Negative log-likelihood in bits, over `targets`."""
+
+    bits_per_byte: float
+    """Negative log-likelihood in bits, over `num_bytes`."""
+
+    beyond_trained_length: bool
+    """Whether a window is longer than the model was trained on: no fair score of a model with positions."""
+
+    audit: Audit
+    """The verdict on the model's causality."""
+
+
+def score(
+    model: PreTrainedModel,
+    split: TokenSplit,
+    seq_len: int,
+    batch_size: int,
+    stride: int | None = None,
+    targets: range | None = None,
+    num_bytes: int | None = None,
+    verdict: Audit | None = None,
+) -> Score:
+    """
+    The loss in float32, summed in float64.
+
+    Args:
+        model (PreTrainedModel):
+            A causal language model in evaluation mode.
+        split (TokenSplit):
+            The text.
+        seq_len (int):
+            Tokens of a window.
+        batch_size (int):
+            Windows computed at once.
+        stride (int, Optional):
+            Targets of a window, the last ones; see `eval.scoring.targets.windows`. Default: all of them.
+        targets (range, Optional):
+            Positions of the targets in the split. Default: every token but the first.
+        num_bytes (int, Optional):
+            UTF-8 bytes of the text of `targets`. Default: those of the whole split.
+        verdict (Audit, Optional):
+            What the audit of this model said. Default: it is made.
+
+    Raises:
+        RuntimeError: the model is not causal.
+        ValueError: the split has no such targets; targets without their bytes.
+    """
+    if (targets is None) != (num_bytes is None):
+        raise ValueError(f"expected `targets` with their `num_bytes`, or neither; got {targets} and {num_bytes}.")
+    verdict = check_causal(model) if verdict is None else verdict
+    stride = seq_len if stride is None else stride
+    targets = range(1, len(split.tokens)) if targets is None else targets
+    num_bytes = split.num_bytes if num_bytes is None else num_bytes
+    total = bits(target_losses(model, split.tokens, targets.start, targets.stop, seq_len, stride, batch_size))
+    return Score(
+        len(targets), targets.start, seq_len, stride, num_bytes, total / len(targets), total / num_bytes,
+        is_beyond(seq_len, trained_length(model)), verdict)
