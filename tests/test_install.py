@@ -67,6 +67,7 @@ def test_the_lowest_versions_are_those_of_requirements() -> None:
     assert pins("constraints-lowest.txt").keys() == {requirement.name for requirement in REQUIREMENTS}
 
 
+@pytest.mark.processes
 def test_the_layer_and_the_model_need_none_of_the_extras() -> None:
     result = subprocess.run(
         [sys.executable, "-c", WITHOUT_EXTRAS], env=dict(os.environ), capture_output=True, text=True, timeout=300)

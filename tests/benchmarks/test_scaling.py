@@ -120,6 +120,7 @@ def test_what_is_suggested_fits() -> None:
         assert plan.needs(row, model, hardware).total <= hardware.memory * hardware.usable
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.split()[0])
 def test_launch_lines_are_bash_and_set_what_the_job_has(block: str) -> None:
     subprocess.run(["bash", "-n"], input=block, text=True, check=True)
@@ -136,6 +137,7 @@ def test_launch_lines_are_bash_and_set_what_the_job_has(block: str) -> None:
     assert config.training.global_batch_size == world * config.training.local_batch_size
 
 
+@pytest.mark.processes
 def test_the_batch_script_meets_at_the_first_of_its_nodes(tmp_path: Path) -> None:
     (script,) = (block for block in BLOCKS if "#SBATCH" in block)
     # more names than a pipe holds

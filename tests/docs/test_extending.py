@@ -29,12 +29,14 @@ def test_only_kinds_of_blocks_that_are_run() -> None:
     assert sum(kind == "python" for kind, _ in BLOCKS) >= 8
 
 
+@pytest.mark.processes
 def test_python_blocks_run_one_after_another(tmp_path: Path) -> None:
     code = "\n".join(block for kind, block in BLOCKS if kind == "python" and not FILE.match(block))
     (tmp_path / "blocks.py").write_text(code, encoding="utf-8")
     assert "trainable params" in run([sys.executable, "blocks.py"], tmp_path)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_commands_train_what_the_files_register(tmp_path: Path) -> None:
     files = {found[1]: block for kind, block in BLOCKS if kind == "python" and (found := FILE.match(block))}

@@ -66,6 +66,7 @@ def finished(out: Path) -> dict[str, dict]:
     return {file.parent.name: json.loads(file.read_text()) for file in out.glob("cells/*/result.json")}
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_study_killed_in_the_middle_ends_with_the_same_numbers(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"

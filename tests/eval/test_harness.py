@@ -124,6 +124,7 @@ def test_generation_stops_at_its_string(harness: HFLM) -> None:
         assert harness.generate_until([request], disable_tqdm=True) == [expected.split(until)[0]]
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_command_scores_a_local_task_file(folder: Path, harness: HFLM, tmp_path: Path) -> None:
     data = tmp_path / "sentences.jsonl"

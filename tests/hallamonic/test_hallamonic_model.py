@@ -104,6 +104,7 @@ def test_a_saved_model_is_the_same(name: str, layers: list[int], tmp_path: Path)
     assert torch.equal(hidden, lm.model(x).last_hidden_state)
 
 
+@pytest.mark.processes
 def test_a_new_process_generates_the_same(tmp_path: Path) -> None:
     lm, x = converted("qwen2", [0, 2]).model, tokens(1, 9)
     lm.save_pretrained(tmp_path)

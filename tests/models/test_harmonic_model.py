@@ -97,6 +97,7 @@ def test_unfused_norms_change_nothing() -> None:
     torch.testing.assert_close(plain(x).logits, fused(x).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.processes
 def test_saved_models_load_bit_equal_in_a_new_process(tmp_path: Path) -> None:
     paths = []
     variants = {"paper": {"tie_word_embeddings": True}, "stack": {"conv_bias": True, "timescale_mode": "init"}}

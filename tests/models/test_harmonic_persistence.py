@@ -105,6 +105,7 @@ def assert_same(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(state[name], value), name
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("way", ["plain", "shards", *DEVICE_MAPS])
 def test_a_new_process_gives_the_same_bits(saved: Saved, way: str) -> None:
     loaded = saved.loaded[way]
@@ -115,6 +116,7 @@ def test_a_new_process_gives_the_same_bits(saved: Saved, way: str) -> None:
         assert torch.equal(loaded["out"], saved.lm(saved.x).logits)
 
 
+@pytest.mark.processes
 def test_the_base_model_of_a_new_process_gives_the_same_bits(saved: Saved) -> None:
     for way in ("base", "base of base"):
         loaded = saved.loaded[way]
@@ -124,6 +126,7 @@ def test_the_base_model_of_a_new_process_gives_the_same_bits(saved: Saved) -> No
             assert torch.equal(loaded["out"], saved.lm.model(saved.x)[0])
 
 
+@pytest.mark.processes
 def test_narrow_weights_load_in_a_new_process(saved: Saved) -> None:
     narrow = HarmonicForCausalLM(saved.lm.config)
     narrow.load_state_dict(saved.lm.state_dict())
@@ -136,11 +139,13 @@ def test_narrow_weights_load_in_a_new_process(saved: Saved) -> None:
             assert torch.equal(loaded["out"], narrow(saved.x).logits)
 
 
+@pytest.mark.processes
 def test_the_configuration_of_a_new_process_is_equal(saved: Saved) -> None:
     assert type(saved.loaded["config"]) is HarmonicConfig
     assert saved.loaded["config"] == saved.lm.config
 
 
+@pytest.mark.processes
 def test_a_tied_table_is_saved_once(saved: Saved) -> None:
     with safe_open(saved.folder / "model.safetensors", "pt") as file:
         assert ("lm_head.weight" in file.keys()) != saved.lm.config.tie_word_embeddings  # noqa: SIM118
@@ -148,6 +153,7 @@ def test_a_tied_table_is_saved_once(saved: Saved) -> None:
     assert (again.lm_head.weight is again.model.embeddings.weight) == saved.lm.config.tie_word_embeddings
 
 
+@pytest.mark.processes
 def test_shards_are_several(saved: Saved) -> None:
     assert len(list((saved.folder / "shards").glob("*.safetensors"))) > 3
 
@@ -208,12 +214,14 @@ def test_a_tensor_that_the_model_lacks_is_reported(tmp_path: Path, reports: list
     assert any("UNEXPECTED" in text and "g_proj" in text for text in reports)
 
 
+@pytest.mark.processes
 def test_a_loaded_model_is_saved_as_it_was(saved: Saved, tmp_path: Path) -> None:
     HarmonicForCausalLM.from_pretrained(saved.folder).save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == (saved.folder / "model.safetensors").read_bytes()
     assert (tmp_path / "config.json").read_text() == (saved.folder / "config.json").read_text()
 
 
+@pytest.mark.processes
 def test_the_base_of_a_causal_model_loads_into_one_with_a_new_head(saved: Saved) -> None:
     again, info = HarmonicForCausalLM.from_pretrained(saved.folder / "base", output_loading_info=True)
     assert set(info["missing_keys"]) == (set() if saved.lm.config.tie_word_embeddings else {"lm_head.weight"})

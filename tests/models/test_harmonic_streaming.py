@@ -204,6 +204,7 @@ def test_attention_layers_are_refused() -> None:
         lm.stream([1, 2])
 
 
+@pytest.mark.processes
 def test_a_saved_stream_goes_on_bit_equal_in_a_new_process(tmp_path: Path) -> None:
     wholes = {}
     for preset in ("paper", "stack"):
@@ -325,6 +326,7 @@ def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: p
         assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.processes
 def test_a_killed_process_leaves_a_whole_file(tmp_path: Path) -> None:
     lm, path, generator = model("stack"), tmp_path / "state.safetensors", random.Random(0)
     lm.save_pretrained(tmp_path / "model")

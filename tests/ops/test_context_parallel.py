@@ -118,6 +118,7 @@ def check_everything() -> None:
     check_layer()
 
 
+@pytest.mark.processes
 def test_pieces_on_ranks_equal_the_whole_sequence(tmp_path: Path) -> None:
     on_ranks(check_everything, tmp_path)
 

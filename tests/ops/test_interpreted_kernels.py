@@ -3,7 +3,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.processes
 def test_kernels_and_twins_under_the_interpreter() -> None:
     # a process of its own: Triton decides at import whether it interprets
     tests = str(Path(__file__).with_name("interpreted_kernels.py"))

@@ -167,6 +167,7 @@ def test_an_exported_model_has_the_trained_length(tmp_path: Path) -> None:
     assert AutoConfig.from_pretrained(tmp_path / "hf").max_position_embeddings == 128
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_two_ranks_share_the_budget_of_one(tmp_path: Path) -> None:
     small = ["--training.global_batch_size=-1", "--training.local_batch_size=2", "--training.seq_len=128",

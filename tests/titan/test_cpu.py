@@ -29,6 +29,7 @@ def test_the_shim_leaves_an_accelerator_alone(monkeypatch: pytest.MonkeyPatch) -
     assert torchtitan.tools.utils.device_module is before
 
 
+@pytest.mark.processes
 @without_accelerator
 def test_every_copy_of_the_device_is_replaced() -> None:
     fla_harmonic.titan.install_cpu_shim()

@@ -64,6 +64,7 @@ def test_the_exported_model_gives_the_trained_logits(family: str, flavor: str, t
     assert tokenizer("abc")["input_ids"] == [97, 98, 99]
 
 
+@pytest.mark.processes
 def test_export_runs_and_loads_in_new_processes(tmp_path: Path) -> None:
     model = trained("harmonic", tmp_path / "checkpoint")
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

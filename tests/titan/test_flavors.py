@@ -161,6 +161,7 @@ def test_the_files_are_what_the_command_writes(tmp_path: Path) -> None:
     assert {path.name for path in CONFIGS.glob("*.toml")} == written.keys() | others
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_the_two_smallest_sizes_of_each_family_train(tmp_path: Path) -> None:
     names = [(family, size) for size in ("7M", "15M") for family in FAMILIES]

@@ -144,6 +144,7 @@ def phase2(folder: Path) -> list[str]:
                    f"--checkpoint.initial_load_path={folder / 'out/checkpoint/step-4'}", phase=2)
 
 
+@pytest.mark.processes
 def test_training_goes_on_bit_for_bit_and_leaves_what_is_frozen_bit_for_bit(trained: Path) -> None:
     out, halves, second = (trained / name for name in ("out", "halves", "second"))
     names = ("harmonic/level_1/state_rms", "harmonic/level_3/mean_timescale")
@@ -163,6 +164,7 @@ def test_training_goes_on_bit_for_bit_and_leaves_what_is_frozen_bit_for_bit(trai
     assert steps(second)[0][LOSS] < steps(out)[0][LOSS]
 
 
+@pytest.mark.processes
 def test_exported_models_generate_in_a_new_process_what_they_do_here(tmp_path: Path) -> None:
     prompt = list(b"It is a truth universally acknowledged")
     expected, folders = [], []
@@ -232,6 +234,7 @@ SMOLLM2 = dict(
     num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("phase", [1, 2])
 @pytest.mark.parametrize(("size", "shape", "layers", "sizes", "new", "tokens"), [
     # 140.7M new parameters, 33K tokens a step: the published protocol
@@ -257,6 +260,7 @@ def test_configs_of_pretrained_models_build(
     assert config.data.token_budget in (0, tokens[phase])
 
 
+@pytest.mark.processes
 def test_two_shards_train_like_one_process(trained: Path) -> None:
     run(2, phase1(trained, "shards", ranks=2))
     single, shards = trained / "out", trained / "shards"

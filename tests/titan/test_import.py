@@ -117,6 +117,7 @@ def test_weights_that_are_stored_in_bf16_are_trained_in_fp32(tmp_path: Path) -> 
         assert torch.equal(value, expected[name].bfloat16().float()), name
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_two_shards_start_from_a_directory_like_one_rank(tmp_path: Path) -> None:
     exported("harmonic", "debug", tmp_path)

@@ -110,6 +110,7 @@ def test_stages_of_a_pipeline_hold_the_bits_of_the_whole(family: str) -> None:
         assert all(torch.equal(value, whole[name]) for name, value in stage.items())
 
 
+@pytest.mark.processes
 def test_two_shards_hold_the_bits_of_one_rank(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d",
                "--rdzv_endpoint=localhost:0", __file__, str(tmp_path)]

@@ -67,6 +67,7 @@ def init_one_rank() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_kill_at_any_moment_loses_no_finished_checkpoint(mode: str, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "hf"
 
 
+@pytest.mark.processes
 def test_pipeline_generates_from_bytes_in_a_new_process(exported: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", GENERATE, exported, json.dumps(PROMPTS)], capture_output=True, text=True, timeout=300,

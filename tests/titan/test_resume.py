@@ -32,10 +32,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.processes
 def test_resume_after_an_asynchronous_save_is_bit_equal(whole: Path) -> None:
     assert values(steps(whole / "resumed"), "bits_per_byte") == values(steps(whole), "bits_per_byte")[2:]
 
 
+@pytest.mark.processes
 def test_the_random_state_is_saved(whole: Path) -> None:
     names = FileSystemReader(whole / "checkpoint/step-2").read_metadata().state_dict_metadata
     assert f"{RANDOM_STATE}.cpu" in names
@@ -46,6 +48,7 @@ def test_the_random_state_is_saved(whole: Path) -> None:
     assert all(torch.equal(first[name], last[name]) for name in first)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_two_shards_resume_bit_equal_and_other_degrees_within_rounding(whole: Path, tmp_path: Path) -> None:
     shards, again, there, back = (tmp_path / name for name in ("shards", "again", "there", "back"))
@@ -61,6 +64,7 @@ def test_two_shards_resume_bit_equal_and_other_degrees_within_rounding(whole: Pa
     assert [record["step"] for record in steps(back)] == [5, 6]
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_killed_run_goes_on_bit_equal(whole: Path, tmp_path: Path) -> None:
     job = options(tmp_path, 1, 6, "--checkpoint.interval=1")

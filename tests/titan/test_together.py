@@ -27,6 +27,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("flavor", FLAVORS)
 @pytest.mark.parametrize("name", LONG)
 def test_training_and_validation_equal_the_dense_ones(flavor: str, name: str, runs: Path) -> None:

@@ -62,14 +62,17 @@ def ten_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.processes
 def test_harmonic_trains(ten_steps: Path) -> None:
     check_falls(read(ten_steps), 10)
 
 
+@pytest.mark.processes
 def test_two_shards_of_harmonic_train_like_one_rank(ten_steps: Path, tmp_path: Path) -> None:
     check_same(train("harmonic", tmp_path, 2, 10, "--checkpoint.no_enable"), read(ten_steps))
 
 
+@pytest.mark.processes
 def test_resume_continues_bit_for_bit(ten_steps: Path, tmp_path: Path) -> None:
     expected = read(ten_steps)
     # a run that is killed after its eighth step, half a line into the ninth
@@ -83,6 +86,7 @@ def test_resume_continues_bit_for_bit(ten_steps: Path, tmp_path: Path) -> None:
             assert record[key] == reference[key], (record["step"], key)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mamba"])
 def test_a_baseline_trains_alike_on_one_rank_and_two(family: str, tmp_path: Path) -> None:
@@ -91,6 +95,7 @@ def test_a_baseline_trains_alike_on_one_rank_and_two(family: str, tmp_path: Path
     check_same(train(family, tmp_path / "shards", 2, 5, "--checkpoint.no_enable"), single)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("family", "kind"), [("mamba", "context"), ("mamba", "tensor")])
 def test_unsupported_parallelism_ends_at_start_up(family: str, kind: str, tmp_path: Path) -> None:
     run = launch(family, tmp_path, 2, 1, f"--parallelism.{kind}_parallel_degree=2")

@@ -166,6 +166,7 @@ def test_what_would_score_something_else_is_refused(text: Path) -> None:
     check_validation(job(text, *longer), dims())
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_validation_in_training(tmp_path: Path) -> None:
     validation = ["--validation.enable", "--validation.freq=2", "--validation.seq_len=64", "--validation.steps=3"]

@@ -7,6 +7,7 @@ NUMBERS = ("validation_metrics/loss", "validation_metrics/bits_per_byte", "harmo
            "harmonic/level_2/state_rms", "harmonic/level_3/state_rms")
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_validation_and_states_are_those_of_one_process(tmp_path: Path) -> None:
     common = ["--checkpoint.no_enable", "--training.local_batch_size=4", "--validation.enable", "--validation.freq=2",
