@@ -100,7 +100,8 @@ def test_all_tokens_of_the_last_word_count(trained: LlamaForCausalLM, tokenizer:
 def test_a_tokenizer_that_adds_a_beginning_of_text_gets_exactly_one() -> None:
     for template, bos in ((None, []), ("<s> $A", [0])):
         words = word_tokenizer(template)
-        model, seen = llama(len(words)), []
+        seen: list[Any] = []
+        model = llama(len(words))
         handle = model.register_forward_pre_hook(lambda module, inputs, seen=seen: seen.append(inputs[0]))
         result = evaluate(model, words, Source(TEXTS[:4], "here"), batch_size=1)
         handle.remove()
@@ -171,7 +172,7 @@ def test_a_killed_run_goes_on(
 ) -> None:
     texts = TEXTS * 5
     whole = evaluate(trained, tokenizer, Source(texts, "here"), batch_size=1)
-    asked = []
+    asked: list[Any] = []
     answer = WholeWords._answer
 
     def counted(harness: WholeWords, requests: list[Any]) -> Any:

@@ -93,7 +93,7 @@ def test_losses_in_pieces_are_those_of_one_pass(
 def test_logits_of_a_long_window_never_exist_as_a_whole(models: dict[str, PreTrainedModel]) -> None:
     ids = torch.randint(256, (1, 201))
     for name in ("harmonic", "hybrid", "llama", "mamba"):
-        rows = []
+        rows: list[Any] = []
         handle = models[name].get_output_embeddings().register_forward_hook(
             lambda module, inputs, output, rows=rows: rows.append(output.shape[:-1].numel()))
         losses_of = Losses(models[name], 50)
@@ -169,7 +169,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_numbers(
 ) -> None:
     main(*options(folders, tmp_path / "whole"))
     assert table(records(tmp_path / "whole")) in capsys.readouterr().out
-    measured = []
+    measured: list[Any] = []
 
     def counted(model: Any, cell: Any, *rest: Any) -> dict[str, Any]:
         if len(measured) == kill_at:

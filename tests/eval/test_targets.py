@@ -15,7 +15,7 @@ from fla_harmonic import HarmonicConfig, HarmonicForCausalLM
 @given(first=st.integers(1, 50), number=st.integers(1, 200), seq_len=st.integers(1, 40), data=st.data())
 def test_every_target_is_predicted_once_from_enough_tokens(first: int, number: int, seq_len: int, data: st.DataObject) -> None:
     stride = data.draw(st.integers(1, seq_len))
-    targets = []
+    targets: list[int] = []
     for window in windows(first, first + number, seq_len, stride):
         assert 0 <= window.begin < window.end <= window.begin + seq_len
         mine = range(window.end - window.scored + 1, window.end + 1)

@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 from fla_harmonic.hallamonic import HallamonicForCausalLM
 
 # the first layer decides what transformers takes for the length, and a mask is made for the attention layers
-LAYERS = ([], [0], [1, 2], [0, 1, 2])
+LAYERS: tuple[list[int], ...] = ([], [0], [1, 2], [0, 1, 2])
 models = pytest.mark.parametrize(("name", "layers"), [
     pytest.param(name, layers, id=f"{name}-{layers}") for name in ("llama", "qwen2") for layers in LAYERS]
     + [pytest.param("mistral", [1], id="mistral-[1]")])

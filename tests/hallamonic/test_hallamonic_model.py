@@ -14,7 +14,7 @@ from fla_harmonic import HallamonicConfig, HallamonicForCausalLM
 from fla_harmonic.hallamonic.configuration_hallamonic import UNLIMITED
 from fla_harmonic.hallamonic.convert import layer_options
 
-LAYERS = ([], [0], [1, 2], [0, 1, 2])
+LAYERS: tuple[list[int], ...] = ([], [0], [1, 2], [0, 1, 2])
 every_model = pytest.mark.parametrize(("name", "layers"), [
     pytest.param(name, layers, id=f"{name}-{layers}") for name in CONFIGS for layers in LAYERS])
 

@@ -113,13 +113,15 @@ def test_convolution_continues_at_any_split(cuts: list[int], kernel: int) -> Non
     conv = ShortConvolution(3, kernel, bias=True).double()
     x = torch.randn(2, 20, 3, dtype=torch.float64)
     expected, last = conv(x, output_final_state=True)
-    cache, parts = None, []
+    cache: torch.Tensor | None = None
+    parts = []
     for i, j in zip([0, *cuts], [*cuts, 20], strict=True):
         before = None if cache is None else cache.clone()
         y, new = conv(x[:, i:j], cache=cache, output_final_state=True)
         assert before is None or torch.equal(cache, before)
         parts.append(y)
         cache = new
+    assert cache is not None
     compare([torch.cat(parts, 1), cache], [expected, last])
 
 

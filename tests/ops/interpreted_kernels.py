@@ -5,6 +5,7 @@ of its own, because the interpreter has to be chosen before Triton is imported.
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from fla_harmonic.modules import GatedMLP, RMSNorm, ShortConvolution
 from fla_harmonic.ops.harmonic import chunk_harmonic, triton_scan
 
 
-def tensor_range(*bounds: object) -> Iterator[tl.tensor]:
+def tensor_range(*bounds: Any) -> Iterator[tl.tensor]:
     for i in range(*(int(bound) for bound in bounds)):
         yield tl.full((), i, tl.int64)
 

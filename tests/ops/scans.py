@@ -111,10 +111,10 @@ def outputs_and_gradients(
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in (h, final)]
     loss = (h * weights[0]).sum() + (final * weights[1]).sum()
-    given = {"first": first, "second": second, "state": state}
-    given = {name: x for name, x in given.items() if x is not None}
+    given = {name: x for name, x in (("first", first), ("second", second), ("state", state)) if x is not None}
     # with no token the oracle does not touch its inputs
     gradients = torch.autograd.grad(loss, list(given.values()), materialize_grads=True)
+    assert final is not None
     return {"h": h, "final": final, **{f"d_{name}": x for name, x in zip(given, gradients, strict=True)}}
 
 

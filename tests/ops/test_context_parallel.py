@@ -62,14 +62,14 @@ def check_one_sequence(B: int, length: int, D: int, seed: int, decay_range: tupl
 
     whole = [x.clone().requires_grad_() for x in (u, v)]
     flat = [x.reshape(1, B * T, D) if packed else x for x in whole]
-    expected, _ = naive_recurrent_harmonic(*flat, decay_range, cu_seqlens=borders(ids) if packed else None)
+    expected, _ = naive_recurrent_harmonic(*flat, decay_range=decay_range, cu_seqlens=borders(ids) if packed else None)
     expected = expected.view(B, T, D)
     grads = torch.autograd.grad((expected * weight).sum(), whole)
 
     context, cu_seqlens = build_cp_context(dist.group.WORLD, ids, length)
     local = [piece(x).clone().requires_grad_() for x in (u, v)]
     flat = [x.reshape(1, B * length, D) if packed else x for x in local]
-    h = cp_chunk_harmonic(*flat, decay_range, context, cu_seqlens).view(B, length, D)
+    h = cp_chunk_harmonic(flat[0], flat[1], decay_range, context, cu_seqlens).view(B, length, D)
     torch.testing.assert_close(h, piece(expected), rtol=1e-11, atol=1e-13)
     actual = torch.autograd.grad((h * piece(weight)).sum(), local)
     for a, e in zip(actual, grads, strict=True):
@@ -81,10 +81,10 @@ def check_float32_of_a_long_sequence() -> None:
     u, v, weight = torch.randn(3, 1, RANKS * 3000, 8, generator=generator)
     whole = [x.double().requires_grad_() for x in (u, v)]
     # the slowest level: what enters a piece is felt for a thousand tokens
-    expected, _ = naive_recurrent_harmonic(*whole, (0.992, 0.9999))
+    expected, _ = naive_recurrent_harmonic(*whole, decay_range=(0.992, 0.9999))
     grads = torch.autograd.grad((expected * weight).sum(), whole)
     local = [piece(x).clone().requires_grad_() for x in (u, v)]
-    h = cp_chunk_harmonic(*local, (0.992, 0.9999), build_cp_context(dist.group.WORLD)[0])
+    h = cp_chunk_harmonic(local[0], local[1], (0.992, 0.9999), build_cp_context(dist.group.WORLD)[0])
     assert h.dtype == torch.float32
     assert (h - piece(expected)).abs().max() < 2e-6 * expected.abs().max()
     for a, e in zip(torch.autograd.grad((h * piece(weight)).sum(), local), grads, strict=True):

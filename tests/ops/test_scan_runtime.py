@@ -157,7 +157,7 @@ def test_compiled_whole_equals_eager(backend: str, compiler: str) -> None:
     results = []
     for function in (mixed, torch.compile(mixed, fullgraph=True, backend=compiler)):
         given = [x.clone().requires_grad_() for x in inputs]
-        loss = function(*given, backend)
+        loss = function(*given, backend=backend)
         results.append([loss.detach(), *torch.autograd.grad(loss, given)])
     assert max(map(relative_error, *results)) < FLOAT32_BOUND
 
@@ -193,7 +193,7 @@ def test_activation_checkpointing_changes_no_gradient(
 
     options = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if saved else {}
     inputs = [x.requires_grad_() for x in (torch.randn(1, 70, 5), torch.randn(1, 70, 5), torch.randn(1, 5))]
-    expected = torch.autograd.grad(block(*inputs, backend), inputs)
+    expected = torch.autograd.grad(block(*inputs, backend=backend), inputs)
     calls.clear()
     loss = checkpoint(block, *inputs, backend, use_reentrant=False, **options)
     assert all(map(torch.equal, torch.autograd.grad(loss, inputs), expected))

@@ -205,7 +205,7 @@ def test_extreme_logits_stay_finite(backend: str, decay_range: tuple[float, floa
     h, final = chunk_harmonic(u, v, decay_range, state, True, backend=backend)
     # the oracle's own gradient of an infinite logit is not a number: its values are compared, at finite logits
     finite = [x.detach().double().clamp(-1e3, 1e3) for x in (u, v)]
-    expected, _ = naive_recurrent_harmonic(*finite, decay_range, state.detach().double(), True)
+    expected, _ = naive_recurrent_harmonic(finite[0], finite[1], decay_range, state.detach().double(), True)
     assert relative_error(h, expected) < FLOAT32_BOUND
     gradients = torch.autograd.grad(h.sum() + final.sum(), (u, v, state))
     assert all(x.isfinite().all() for x in gradients)

@@ -55,7 +55,7 @@ def test_states_end_with_their_document() -> None:
 def test_ranks_and_accumulation_share_the_streams(local_batch_size: int, ranks: int) -> None:
     expected = next(iter(loader(200, 5, 4)))[0]["input"]
     own: list[int] = []
-    rows = {}
+    rows: dict[int, torch.Tensor] = {}
     for rank in range(ranks):
         part = loader(200, 5, 4, local_batch_size=local_batch_size, dp_world_size=ranks, dp_rank=rank)
         batches = iter(part)

@@ -30,6 +30,7 @@ CONFIGS = Path(__file__).parents[2] / "titan_configs"
 
 class Recorder(SimpleNamespace):
     """What a validator asks of the metrics processor."""
+    ntokens_since_last_log: int
 
     def log_validation(self, loss: float, step: int, metrics: dict[str, float]) -> None:
         self.tokens_counted = self.ntokens_since_last_log
