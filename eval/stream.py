@@ -22,7 +22,7 @@ from eval.scoring.audit import check_causal
 from eval.scoring.models import load_recurrent
 from eval.scoring.text_pieces import TextPieces
 from fla_harmonic import HarmonicForCausalLM
-from fla_harmonic.models.harmonic.streaming import HarmonicStream
+from fla_harmonic.models.streaming import HarmonicStream
 from fla_harmonic.text.tokenizers import JsonTokenizer
 
 # what the state of a stream keeps of its text

@@ -15,7 +15,7 @@ from fla_harmonic.hallamonic.configuration_hallamonic import HallamonicConfig
 from fla_harmonic.hallamonic.families import family
 from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.layers.harmonic import Timescale
-from fla_harmonic.models.harmonic.packing import document_borders, labels_within_documents
+from fla_harmonic.models.packing import document_borders, labels_within_documents
 from fla_harmonic.modules import padding_mask
 
 

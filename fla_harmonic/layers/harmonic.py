@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from fla.layers.utils import get_layer_cache, update_layer_cache
+from fla.layers.utils import get_layer_cache, repad_hidden_states, unpad_hidden_states, update_layer_cache
 
 from fla_harmonic.modules import ShortConvolution, padding_mask
 from fla_harmonic.ops.harmonic import chunk_harmonic, fused_recurrent_harmonic
@@ -23,6 +24,57 @@ MODES = {"chunk": chunk_harmonic, "fused_recurrent": fused_recurrent_harmonic}
 TIMESCALE_MODES = ("bounded", "init")
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+# what an option must be, and whether a value is that, by its name or else by its annotation
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "int": ("a positive integer", _is_size),
+    "int | None": ("a positive integer or None", lambda value: value is None or _is_size(value)),
+    "float": ("a positive number", lambda value: _is_number(value) and value > 0),
+    "initializer_range": ("a number that is not negative", lambda value: _is_number(value) and value >= 0),
+    # indices, not sizes
+    **dict.fromkeys(("layer_idx", "pad_token_id", "bos_token_id", "eos_token_id"), ("", lambda value: True)),
+}
+
+
+def check_options(init: Callable[..., None], options: Mapping[str, Any]) -> int:
+    """
+    Checks the options of a layer or a model's configuration by the annotations of its constructor `init`, and together.
+
+    Returns:
+        The number of channels of a level.
+
+    Raises:
+        ValueError: for an impossible value, naming the option, or for options that exclude one another.
+    """
+    for name, parameter in signature(init).parameters.items():
+        expected, is_valid = _KINDS.get(name) or _KINDS.get(parameter.annotation, ("", lambda value: True))
+        if name in options and not is_valid(options[name]):
+            raise ValueError(f"`{name}` must be {expected}; got {options[name]!r}.")
+    for name, choices in (("mode", tuple(MODES)), ("attn_mode", tuple(MODES)), ("timescale_mode", TIMESCALE_MODES)):
+        if options.get(name, choices[0]) not in choices:
+            raise ValueError(f"`{name}` must be one of {choices}; got {options[name]!r}.")
+    check_timescales(options["timescales"])
+    hidden_size, expand_ratio, gate_ratio, gate_rank = (
+        options[name] for name in ("hidden_size", "expand_ratio", "gate_ratio", "gate_rank"))
+    if gate_ratio is not None and gate_rank is not None:
+        raise ValueError(f"`gate_ratio` and `gate_rank` exclude one another; got {gate_ratio} and {gate_rank}. Drop one.")
+    # rounded: 100 * 0.29 is 28.999999999999996
+    level_size = round(hidden_size * expand_ratio)
+    if level_size < 1 or (level_size != hidden_size and not options["use_output_proj"]):
+        raise ValueError(
+            f"`expand_ratio` must give at least one channel, and be 1 without `use_output_proj`; got {expand_ratio!r} with "
+            f"hidden_size={hidden_size} and use_output_proj={options['use_output_proj']}.")
+    return level_size
+
+
 def check_timescales(timescales: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]:
     """
     Returns the timescales as pairs of floats.
@@ -31,65 +83,14 @@ def check_timescales(timescales: Sequence[Sequence[float]]) -> tuple[tuple[float
         ValueError: unless they are one or more pairs `1 < low < high < inf`, in tokens.
     """
     try:
-        pairs = tuple((float(low), float(high)) for low, high in timescales)
+        pairs = [(low, high) for low, high in timescales]
     except (TypeError, ValueError):
-        pairs = ()
-    if not pairs or not all(1 < low < high < math.inf for low, high in pairs):
+        pairs = []
+    if not pairs or not all(_is_number(low) and _is_number(high) and 1 < low < high for low, high in pairs):
         raise ValueError(
-            "`timescales` must be one or more pairs (low, high) in tokens, 1 < low < high, one pair a level; "
+            "`timescales` must be one or more pairs (low, high) in tokens, 1 < low < high, one per level; "
             f"got {timescales!r}. The default is {TIMESCALES}.")
-    return pairs
-
-
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raises a ValueError that names the field unless the value is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"`{name}` must be one of {tuple(choices)}; got {value!r}.")
-
-
-def check_sizes(sizes: dict[str, int], optional: dict[str, int | None]) -> None:
-    """Raises a ValueError that names the field unless every size is a positive integer; the optional ones may be `None`."""
-    for name, value in {**sizes, **{name: value for name, value in optional.items() if value is not None}}.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
-
-
-def check_flags(**flags: bool) -> None:
-    """Raises a ValueError that names the field unless every value is `True` or `False`."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"`{name}` must be True or False; got {value!r}.")
-
-
-def check_norm_eps(norm_eps: float) -> None:
-    """Raises a ValueError unless the epsilon is a positive finite number."""
-    if isinstance(norm_eps, bool) or not isinstance(norm_eps, (int, float)) or not 0 < norm_eps < math.inf:
-        raise ValueError(f"`norm_eps` must be a positive number; got {norm_eps!r}. The default is 1e-5.")
-
-
-def check_widths(
-    hidden_size: int,
-    expand_ratio: float,
-    gate_ratio: int | None,
-    gate_rank: int | None,
-    use_output_proj: bool,
-) -> int:
-    """
-    Returns the number of channels of a level.
-
-    Raises:
-        ValueError: if the options exclude one another, or give a level no channels.
-    """
-    if gate_ratio is not None and gate_rank is not None:
-        raise ValueError(f"`gate_ratio` and `gate_rank` exclude one another; got {gate_ratio} and {gate_rank}. Drop one.")
-    number = isinstance(expand_ratio, (int, float)) and not isinstance(expand_ratio, bool) and math.isfinite(expand_ratio)
-    # rounded: 100 * 0.29 is 28.999999999999996
-    level_size = round(hidden_size * expand_ratio) if number else 0
-    if level_size < 1 or (level_size != hidden_size and not use_output_proj):
-        raise ValueError(
-            f"`expand_ratio` must be a number that gives at least one channel, and be 1 without `use_output_proj`; got "
-            f"{expand_ratio!r} with hidden_size={hidden_size} and use_output_proj={use_output_proj}.")
-    return level_size
+    return tuple((float(low), float(high)) for low, high in pairs)
 
 
 class Timescale(nn.Module):
@@ -279,27 +280,22 @@ class HarmonicAttention(nn.Module):
         layer_idx: int | None = None,
     ) -> None:
         super().__init__()
-        check_flags(use_prediction_error=use_prediction_error, use_output_gate=use_output_gate,
-                    use_output_proj=use_output_proj, use_short_conv=use_short_conv, conv_bias=conv_bias)
-        check_norm_eps(norm_eps)
-        check_choice("mode", mode, tuple(MODES))
-        check_choice("timescale_mode", timescale_mode, TIMESCALE_MODES)
-        check_sizes({"hidden_size": hidden_size, "conv_size": conv_size}, {"gate_ratio": gate_ratio, "gate_rank": gate_rank})
-        state_size = check_widths(hidden_size, expand_ratio, gate_ratio, gate_rank, use_output_proj)
-
         self.mode = mode
         self.hidden_size = hidden_size
         self.expand_ratio = expand_ratio
         self.timescales = check_timescales(timescales)
         self.timescale_mode = timescale_mode
         self.use_prediction_error = use_prediction_error
+        self.gate_ratio = gate_ratio
+        self.gate_rank = gate_rank
         self.use_output_gate = use_output_gate
         self.use_output_proj = use_output_proj
         self.use_short_conv = use_short_conv
         self.conv_size = conv_size
+        self.conv_bias = conv_bias
         self.norm_eps = norm_eps
         self.layer_idx = layer_idx
-        self.level_size = state_size
+        self.level_size = state_size = check_options(HarmonicAttention.__init__, vars(self))
 
         if use_short_conv:
             self.conv1d = ShortConvolution(hidden_size, conv_size, bias=conv_bias, activation="silu")
@@ -366,9 +362,10 @@ class HarmonicAttention(nn.Module):
             raise ValueError(
                 "`cp_context` excludes `attention_mask`, `past_key_values` and any mode but 'chunk'; got one of them, or mode "
                 f"{self.mode!r}. Number documents in `build_cp_context`, and use one rank with a cache.")
-        kept = None
         if attention_mask is not None and cu_seqlens is None:
-            hidden_states, kept, cu_seqlens = _drop_pads(hidden_states, attention_mask)
+            # fla's helpers do not know a batch without rows
+            attention_mask = padding_mask(attention_mask, B, T) if B else None
+        hidden_states, indices, cu_seqlens = unpad_hidden_states(hidden_states, cu_seqlens, attention_mask, T)
 
         last_state = get_layer_cache(self, past_key_values)
         states = [None] * len(self.levels) if last_state is None else self._cached_states(
@@ -406,9 +403,7 @@ class HarmonicAttention(nn.Module):
             o = o * F.silu(self.g_proj(hidden_states))
         if self.use_output_proj:
             o = self.o_proj(o)
-        if kept is not None:
-            o = o.new_zeros(B * T, o.shape[-1]).index_copy(0, kept, o[0]).view(B, T, o.shape[-1])
-        return o, None, past_key_values
+        return repad_hidden_states(o, indices, B, T), None, past_key_values
 
     def _cached_states(self, last_state: dict[str, Any], sequences: int) -> tuple[torch.Tensor, ...]:
         states = last_state["recurrent_state"]
@@ -436,14 +431,3 @@ class HarmonicAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"mode={self.mode}, timescales={self.timescales}, timescale_mode={self.timescale_mode}"
-
-
-def _drop_pads(
-    hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Packs the unmasked tokens of each row into one document: the packed inputs, their indices, and the borders."""
-    mask = padding_mask(attention_mask, *hidden_states.shape[:2])
-    kept = mask.flatten().nonzero().flatten()
-    cu_seqlens = F.pad(mask.sum(1).cumsum(0), (1, 0))
-    return hidden_states.flatten(0, 1).index_select(0, kept).unsqueeze(0), kept, cu_seqlens

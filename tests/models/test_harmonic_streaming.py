@@ -22,7 +22,7 @@ from small_models import VOCAB, model, tokens
 from transformers import AutoTokenizer, TextIteratorStreamer
 
 from fla_harmonic import HarmonicForCausalLM
-from fla_harmonic.models.harmonic import stream_state
+from fla_harmonic.models import stream_state
 from fla_harmonic.text.tokenizers import ByteTokenizer
 
 models = pytest.mark.parametrize("net", [

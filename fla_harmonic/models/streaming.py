@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from fla.models.cache_utils import Cache
 
-from fla_harmonic.layers.harmonic import HarmonicAttention, check_sizes
-from fla_harmonic.models.harmonic.stream_state import StreamState, copy_cache, load_state, save_state
+from fla_harmonic.layers.harmonic import HarmonicAttention
+from fla_harmonic.models.stream_state import StreamState, copy_cache, load_state, save_state
 
 if TYPE_CHECKING:
     import os
@@ -44,7 +44,8 @@ class HarmonicStream(Iterator[torch.Tensor]):
         chunk_size: int = 1024,
         state: StreamState | str | os.PathLike | None = None,
     ) -> None:
-        check_sizes({"chunk_size": chunk_size}, {})
+        if type(chunk_size) is not int or chunk_size < 1:
+            raise ValueError(f"`chunk_size` must be a positive integer; got {chunk_size!r}.")
         attention = [index for index, block in enumerate(model.model.layers) if not isinstance(block.attn, HarmonicAttention)]
         if attention:
             raise ValueError(
