@@ -22,8 +22,10 @@ import tyro
 from torchtitan.config import ConfigManager
 
 from eval import length
-from eval.study.cells import Cell, Model, Text, file_digest, run_cells
+from eval.study.cells import Cell, Model, Text, file_digest
 from eval.study.protocol import text_of
+from eval.study.run_cell import measure
+from eval.study.running import run_cells
 from fla_harmonic.hallamonic.convert import Convert, convert
 
 
@@ -91,7 +93,7 @@ def study(options: Options) -> dict[str, list[Path]]:
     text = text_of("novels", "", "bytes", ".", 4096, 4096)
 
     def run(cells: list[Cell], title: str) -> list[Path]:
-        run_cells(cells, options.out, options.processes, options.threads, title)
+        run_cells(cells, measure, options.out, options.processes, options.threads, title)
         return [options.out / "cells" / cell.name / "hf" for cell in cells]
 
     llamas = [cell(Model("llama", "llama", "debug"), "llama_debug", text, seed, options.llama_steps, "from scratch")

@@ -25,9 +25,10 @@ from eval.hallamonic_debug import cell
 from eval.results import keep_command, write
 from eval.scoring.models import digest, load
 from eval.scoring.targets import window_losses
-from eval.study.cells import Cell, Model, curve, run_cells
+from eval.study.cells import Cell, Model, curve
 from eval.study.protocol import text_of
-from eval.study.run_cell import scores
+from eval.study.run_cell import measure, scores
+from eval.study.running import run_cells
 from fla_harmonic.hallamonic.convert import Convert, convert
 
 
@@ -108,7 +109,7 @@ def main(options: Options) -> None:
         cells.append(cell(Model(init, "hallamonic", "hf"), options.config, text, options.seed, options.steps,
                           f"from {converted.name}", ("--metrics.log_freq=1",)))
         folders.append(options.out / "cells" / cells[-1].name)
-    results = run_cells(cells, options.out, 1, options.threads, "phase 1")
+    results = run_cells(cells, measure, options.out, 1, options.threads, "phase 1")
     reference = original(options, cells[0])
 
     rows: list[tuple[str, dict[str, Any], list[float]]] = [("original", reference, reference["train"])]

@@ -10,7 +10,8 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,19 @@ COMMANDS = "commands.txt"
 Record = dict[str, Any]
 
 
-def write(file: Path, text: str) -> None:
-    """Writes a file as a whole, or not at all."""
+@contextmanager
+def draft_of(file: Path) -> Iterator[Path]:
+    """A path that becomes the file when the block ends without an error: it is written as a whole, or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_name(f"{file.name}.{os.getpid()}.draft")
-    draft.write_text(text)
+    yield draft
     os.replace(draft, file)
+
+
+def write(file: Path, text: str) -> None:
+    """Writes a file as a whole, or not at all."""
+    with draft_of(file) as draft:
+        draft.write_text(text)
 
 
 def write_lines(file: Path, records: Iterable[Record]) -> None:

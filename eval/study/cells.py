@@ -1,30 +1,19 @@
-"""
-Cells of a study: a cell is one run of stock torchtitan, its exported model, the audit of that and its losses.
+"""A cell of a study: one run of stock torchtitan, named after everything that its numbers follow from."""
 
-A cell runs in a process of its own and leaves `result.json` in a folder that is named after all that the cell is, so that
-a finished cell is not run again, a killed one goes on from its checkpoint, and folders of several machines can be merged.
-"""
-
-import fcntl
-import hashlib
 import json
-import os
-import shutil
-import statistics
-import sys
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context, parent_process
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pandas as pd
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from eval.results import machine, write
+from eval.results import record_digest
+from eval.scoring.models import FAMILIES
+
+# torchrun's variables for a single process; port 0 is any free one
+ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +35,11 @@ class Model:
     flavor: str
     config: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, name: str) -> "Model":
+        """The model `family/flavor`."""
+        return cls(name, *name.partition("/")[::2])
+
 
 @dataclass(frozen=True)
 class Text:
@@ -56,11 +50,11 @@ class Text:
         dataset, path (str):
             torchtitan's `[training] dataset` and `dataset_path`.
         digest (str):
-            SHA-256 of its documents: a path alone is no text.
+            SHA-256 of its documents: the same path may hold another text.
         tokenizer, assets (str):
             `[data] tokenizer`, and for "hf" the folder of its tokenizer.json.
         test, validation (int):
-            How many tokens of each split are targets; the first ones with a longest window of tokens before them.
+            Target tokens of each split: the first ones that have a longest window of tokens before them.
     """
 
     dataset: str
@@ -70,21 +64,6 @@ class Text:
     assets: str
     test: int
     validation: int
-
-
-class Measurable(Protocol):
-    """A cell of any study, as plain as a process can be handed: everything that its numbers follow from."""
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The cell as JSON gives it back."""
-
-    @property
-    def name(self) -> str:
-        """Of its folder: readable, and different for different cells."""
-
-    def measure(self, folder: Path) -> dict[str, Any]:
-        """Its numbers. What a killed run goes on from is in `folder / "checkpoint"`, which is removed at the end."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +77,14 @@ class Cell:
     config_digest: str
     seq_len: int
     step_tokens: int
-    """Tokens of an optimizer step."""
+    """Tokens per optimizer step."""
     steps: int
     seed: int
     lr: float
     longest: int
     """Longest windows of the study: every target has as many tokens before it."""
     micro_tokens: int = 0
-    """Most tokens that a forward pass computes; 0: all of a step."""
+    """Most tokens per forward pass; 0: all of a step."""
     overrides: tuple[str, ...] = ()
 
     @property
@@ -119,18 +98,12 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its folder: readable, and different for different cells. Where the text lies does not matter."""
+        """Of its folder, different for different cells. Where the text lies does not matter."""
         record = self.record
         record["text"] |= {"path": "", "assets": ""}
         # a flavor of the same name may be another model tomorrow
         record["flavor"] = flavor_digest(self.model.family, self.model.flavor)
         return folder_name(f"{self.model.label}-{self.seq_len}-seed{self.seed}-lr{self.lr:g}", record)
-
-    def measure(self, folder: Path) -> dict[str, Any]:
-        """Trains and exports, or goes on with it, audits and scores: see `eval.study.run_cell`."""
-        from eval.study.run_cell import measure
-
-        return measure(self, folder)
 
     def arguments(self, folder: Path) -> list[str]:
         """torchtitan's command line."""
@@ -172,167 +145,26 @@ def check_cells(cells: Sequence[Cell]) -> None:
 
 
 def folder_name(text: str, record: dict[str, Any]) -> str:
-    """A name for the folder of a record, with a text that tells people which it is."""
-    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:10]
-    return f"{text.replace('/', '-').replace(' ', '-')}-{digest}"
+    """A folder's name: the text for people, and a digest of the record."""
+    return f"{text.replace('/', '-').replace(' ', '-')}-{record_digest(record, 10)}"
 
 
 def flavor_digest(family: str, flavor: str) -> str:
     """SHA-256 of what a flavor is; empty for one whose shape is a directory's."""
-    from eval.scoring.models import FAMILIES
-
     args = FAMILIES.get(family, {}).get(flavor)
     if args is None:
         return ""
     # without what a job sets in them
     names = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier",
              "tie_word_embeddings")
-    shape = args.config if hasattr(args, "config") else {name: getattr(args, name) for name in names}
-    return hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()
+    return record_digest(args.config if hasattr(args, "config") else {name: getattr(args, name) for name in names}, 64)
 
 
 def file_digest(file: Path) -> str:
     """SHA-256 of a file, in hex."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def run_cells(
-    cells: Sequence[Measurable],
-    out: Path,
-    processes: int,
-    threads: int,
-    title: str,
-    module: str = "eval.study.run_cell",
-) -> list[dict[str, Any]]:
-    """
-    The results of the cells, in their order; those that are in `out` are read, the others run.
-
-    Args:
-        cells (Sequence[Measurable]):
-            The cells.
-        out (Path):
-            Folder of the study.
-        processes, threads (int):
-            Cells that run at once, and the CPU threads of each.
-        title (str):
-            What the progress bar says.
-        module (str):
-            What their `measure` needs; it is imported once. Default: what torchtitan's cells need.
-
-    Raises:
-        RuntimeError: a cell failed; the message has the end of its log.
-    """
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    # imports are made once, by a process that has neither threads nor a device when it forks
-    context = get_context("forkserver")
-    context.set_forkserver_preload([module])
-    waiting = [cell for cell in cells if not (out / "cells" / cell.name / "result.json").is_file()]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress, ProcessPoolExecutor(processes, context, max_tasks_per_child=1) as pool:
-        task = progress.add_task(title, total=len(cells), completed=len(cells) - len(waiting))
-        running = {pool.submit(run_cell, cell, out, {"processes": processes, "threads": threads}): cell for cell in waiting}
-        try:
-            for done in as_completed(running):
-                done.result()
-                progress.console.print(f"{title}: {running[done].name}", highlight=False)
-                progress.advance(task)
-        except BaseException:
-            # cells that run end, and are kept; the others do not begin
-            for waits in running:
-                waits.cancel()
-            raise
-    return [json.loads((out / "cells" / cell.name / "result.json").read_text()) for cell in cells]
-
-
-def run_cell(cell: Measurable, out: Path, load: dict[str, int]) -> None:
-    """Measures a cell in this process, and writes `result.json`; done cells are left alone."""
-    end_with_parent()
-    folder = (out / "cells" / cell.name).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / "lock"):
-        if (folder / "result.json").is_file():
-            return
-        with redirected(folder / "log.txt"):
-            result = {"name": cell.name, "cell": cell.record, **cell.measure(folder), "machine": {**machine(), **load}}
-        write(folder / "result.json", json.dumps(result, indent=1))
-        # an exported model stays
-        shutil.rmtree(folder / "checkpoint", ignore_errors=True)
-
-
-def merge(sources: Sequence[Path], out: Path) -> int:
-    """
-    Takes the finished cells of other folders over.
-
-    Returns:
-        How many were new.
-
-    Raises:
-        FileNotFoundError: a source is no folder of a study.
-    """
-    taken = 0
-    for source in sources:
-        if not (source / "cells").is_dir():
-            raise FileNotFoundError(f"expected the folder of a study, with `cells` in it, at {source}; found none.")
-        for file in sorted((source / "cells").glob("*/result.json")):
-            target = out / "cells" / file.parent.name
-            if not (target / "result.json").is_file():
-                draft = target.with_name(target.name + ".draft")
-                shutil.rmtree(draft, ignore_errors=True)
-                shutil.copytree(file.parent, draft)
-                shutil.rmtree(target, ignore_errors=True)
-                os.replace(draft, target)
-                taken += 1
-    return taken
+    return sha256(file.read_bytes()).hexdigest()
 
 
 def curve(folder: Path) -> pd.DataFrame:
     """The logged steps of a run, without its validations."""
     return pd.read_json(folder / "metrics.jsonl", lines=True).dropna(subset="loss_metrics/global_avg_loss")
-
-
-def speed(steps: pd.DataFrame) -> float:
-    """Tokens per second of a run: the median, without the first logged step, which has the start-up in it."""
-    return statistics.median(steps["throughput(tps)"].iloc[min(1, len(steps) - 1):])
-
-
-def end_with_parent() -> None:
-    """Ends this process with the one that started it: what a killed study left running would meet its successor."""
-    parent = parent_process()
-
-    def watch() -> None:
-        # of a forkserver's children the process that asked for them, not the server, which outlives it
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-@contextmanager
-def locked(file: Path) -> Iterator[None]:
-    """Waits until no other process runs the cell of this lock, and keeps others out."""
-    with file.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
-def redirected(file: Path) -> Iterator[None]:
-    """Sends what this process prints to a file. An error has the end of it in its message."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with file.open("a") as log:
-        kept = os.dup(1), os.dup(2)
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        try:
-            yield
-        # torchtitan's parser ends the process
-        except (Exception, SystemExit) as error:
-            raise RuntimeError(f"{file.parent.name} failed: {error!r}\n{file.read_text()[-3000:]}") from error
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            for copy, stream in zip(kept, (1, 2), strict=True):
-                os.dup2(copy, stream)
-                os.close(copy)

@@ -7,7 +7,6 @@ at the end. Differences between models are taken seed by seed: two models of a s
 
 import hashlib
 import itertools
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,38 +14,16 @@ from typing import Any
 
 from torchtitan.config import ConfigManager
 
-from eval.study.cells import Cell, Model, Text, check_cells, file_digest, run_cells
+from eval.study.cells import Cell, Model, Text, check_cells, file_digest
+from eval.study.run_cell import measure
+from eval.study.running import results_of, run_cells
 from fla_harmonic.text.corpus import load_documents
 from fla_harmonic.titan.config import Data, data_section
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """
-    Args:
-        models (tuple[Model, ...]):
-            Models to compare.
-        seq_lens (tuple[int, ...]):
-            Lengths in tokens.
-        seeds (tuple[int, ...]):
-            Seeds of initial weights and data order.
-        shared_lr (float):
-            Learning rate of the shared protocol.
-        lrs (tuple[float, ...]):
-            The sweep of each model.
-        sweep_seq_len (int):
-            Its length.
-        tokens, step_tokens (int):
-            Budget of every cell, and tokens of an optimizer step.
-        micro_tokens (int):
-            Most tokens of a forward pass; 0: all of a step.
-        text (Text):
-            What all train and are scored on.
-        config_file (str):
-            The TOML file that all cells start from.
-        overrides (tuple[str, ...]):
-            More torchtitan options for every cell.
-    """
+    """What is compared, and on what: see `eval.study.options`."""
 
     models: tuple[Model, ...]
     seq_lens: tuple[int, ...]
@@ -87,10 +64,7 @@ class Protocol:
             ValueError: lengths, seeds or learning rates are missing or double, the budget does not divide, or cells differ
                 in their tokens.
         """
-        for name in ("models", "seq_lens", "seeds", "lrs"):
-            values = getattr(self, name)
-            if not values or len(set(values)) != len(values):
-                raise ValueError(f"`{name}` must be one or more different values; got {values}.")
+        check_different(self, ("models", "seq_lens", "seeds", "lrs"))
         if self.sweep_seq_len not in self.seq_lens or self.shared_lr not in self.lrs:
             raise ValueError(
                 f"the sweep must be at a length of the study and have the shared learning rate in it; got length "
@@ -99,6 +73,17 @@ class Protocol:
             raise ValueError(f"`tokens` must be whole steps of {self.step_tokens} tokens; got {self.tokens}.")
         check_cells(self.shared())
         check_cells(self.sweep())
+
+
+def check_different(options: Any, names: Sequence[str]) -> None:
+    """
+    Raises:
+        ValueError: one of these lists is empty, or says something twice.
+    """
+    for name in names:
+        values = getattr(options, name)
+        if not values or len(set(values)) != len(values):
+            raise ValueError(f"`{name}` must be one or more different values; got {values}.")
 
 
 def text_of(
@@ -114,7 +99,7 @@ def text_of(
     A text with its digest, in which the tokenizer has a part; `data` is the job's `[data]` section.
 
     Raises:
-        ValueError, FileNotFoundError: as `load_documents`; or states would start anew at each document, which is not scored.
+        ValueError, FileNotFoundError: as `load_documents`; or states would be reset at each document, which is not scored.
     """
     data = Data() if data is None else data
     if data.reset_documents:
@@ -140,14 +125,13 @@ def best_lrs(results: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Learning rate with the lowest loss on the validation split, by model."""
     found: dict[str, tuple[float, float]] = {}
     for result in results:
-        label, lr = result["cell"]["model"]["label"], result["cell"]["lr"]
-        bits = result["validation"]["bits_per_token"]
-        if label not in found or bits < found[label][0]:
-            found[label] = (bits, lr)
+        label, rank = result["cell"]["model"]["label"], (result["validation"]["bits_per_token"], result["cell"]["lr"])
+        # of equal losses the first
+        found[label] = min(found.get(label, rank), rank, key=lambda found: found[0])
     return {label: lr for label, (_, lr) in found.items()}
 
 
-def check_overrides(overrides: tuple[str, ...]) -> None:
+def check_overrides(overrides: Sequence[str]) -> None:
     """
     Raises:
         ValueError: an option is one that makes cells comparable.
@@ -155,9 +139,8 @@ def check_overrides(overrides: tuple[str, ...]) -> None:
     ours = ("--job.", "--training.dataset", "--training.seq_len", "--training.steps", "--training.local_batch_size",
             "--training.global_batch_size", "--data.tokenizer", "--data.token_budget", "--data.budget_seq_len", "--model.",
             "--optimizer.lr", "--debug.seed", "--checkpoint.", "--lr_scheduler.warmup_steps")
-    for override in overrides:
-        if override.startswith(ours):
-            raise ValueError(f"`overrides` must leave {ours} to the study; got {override!r}.")
+    if wrong := [override for override in overrides if override.startswith(ours)]:
+        raise ValueError(f"`overrides` must leave {ours} to the study; got {wrong}.")
 
 
 def share(cells: list, part: str) -> list:
@@ -176,7 +159,7 @@ def share(cells: list, part: str) -> list:
     return cells[index - 1::count]
 
 
-def run(protocol: Protocol, stages: tuple[str, ...], part: str, out: Path, processes: int, threads: int) -> dict[str, Any]:
+def run(protocol: Protocol, stages: Sequence[str], part: str, out: Path, processes: int, threads: int) -> dict[str, Any]:
     """
     Runs the stages.
 
@@ -187,30 +170,21 @@ def run(protocol: Protocol, stages: tuple[str, ...], part: str, out: Path, proce
     Raises:
         RuntimeError: the best learning rates are wanted and sweeps are missing.
     """
-    results: dict[str, list[dict[str, Any]]] = {}
-    for stage, cells in (("shared", protocol.shared()), ("sweep", protocol.sweep())):
+    def results(stage: str, cells: list[Cell]) -> list[dict[str, Any]]:
         if stage in stages:
-            run_cells(share(cells, part), out, processes, threads, stage)
-        results[stage] = finished(cells, out)
-    # a grid with holes would set means over different seeds side by side
-    if len(results["shared"]) < len(protocol.shared()):
-        print(f"shared: {len(results['shared'])} of {len(protocol.shared())} cells, no table")
-        results["shared"] = []
-    lrs = best_lrs(results["sweep"]) if len(results["sweep"]) == len(protocol.sweep()) else {}
+            run_cells(share(cells, part), measure, out, processes, threads, stage)
+        found = results_of(cells, out)
+        # a grid with holes would set means over different seeds side by side
+        if stage != "sweep" and len(found) < len(cells):
+            print(f"{stage}: {len(found)} of {len(cells)} cells, no table")
+            return []
+        return found
+
+    found = {"shared": results("shared", protocol.shared()), "sweep": results("sweep", protocol.sweep())}
+    lrs = best_lrs(found["sweep"]) if len(found["sweep"]) == len(protocol.sweep()) else {}
     if "best" in stages and not lrs and (part == "1/1" or "sweep" not in stages):
         raise RuntimeError("the best learning rates need the whole sweep; some of its cells are missing. Run `--stages "
                            "sweep`, or `--merge` the folders that have them.")
     if lrs:
-        cells = protocol.grid(lrs)
-        if "best" in stages:
-            run_cells(share(cells, part), out, processes, threads, "best")
-        found = finished(cells, out)
-        if len(found) < len(cells):
-            print(f"best: {len(found)} of {len(cells)} cells, no table")
-        results["best"] = found if len(found) == len(cells) else []
-    return {"results": results, "lrs": lrs}
-
-
-def finished(cells: list, out: Path) -> list[dict[str, Any]]:
-    files = [out / "cells" / cell.name / "result.json" for cell in cells]
-    return [json.loads(file.read_text()) for file in files if file.is_file()]
+        found["best"] = results("best", protocol.grid(lrs))
+    return {"results": found, "lrs": lrs}

@@ -1,8 +1,7 @@
-"""What a cell's process does; importing this module brings torchtitan with the plugin."""
+"""What the process of a cell does: train with torchtitan, export, audit, score."""
 
-import json
 import os
-import socket
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
 import fla_harmonic.titan  # noqa: F401  (registers the specs)
+from eval.results import read_lines
 from eval.scoring.audit import check_causal
 from eval.scoring.models import load
 from eval.scoring.score import score
-from eval.study.cells import Cell, curve, speed
+from eval.study.cells import ONE_PROCESS, Cell, curve
 from fla_harmonic.models.mamba.modeling_mamba import HAS_MAMBA_KERNELS
 from fla_harmonic.ops.harmonic.chunk import usable_backends
 from fla_harmonic.ops.mamba.selective_scan import HAS_LOOPS
@@ -29,7 +29,7 @@ from fla_harmonic.titan.export import export
 
 def measure(cell: Cell, folder: Path) -> dict[str, Any]:
     """
-    Trains a cell with torchtitan's trainer, or goes on from its checkpoint, and scores what it exported.
+    Trains a cell with torchtitan's trainer, from its checkpoint if there is one, and scores what it exported.
 
     Returns:
         `parameters`, `flops_per_token`, `tokens_seen`, `tokens_per_second`, `peak_memory_gib`, `kernels`, `test` and
@@ -50,8 +50,10 @@ def measure(cell: Cell, folder: Path) -> dict[str, Any]:
     job = ConfigManager().parse_args(arguments)
     export(job, folder / "checkpoint", folder / "hf")
     parameters, flops = size(job)
+    # without the first logged step, which has the start-up in it
+    speed = statistics.median(steps["throughput(tps)"].iloc[min(1, len(steps) - 1):])
     return {
-        "parameters": parameters, "flops_per_token": flops, "tokens_seen": seen, "tokens_per_second": speed(steps),
+        "parameters": parameters, "flops_per_token": flops, "tokens_seen": seen, "tokens_per_second": speed,
         "peak_memory_gib": float(steps["memory/max_active(GiB)"].max()), "kernels": ran_on,
         **scores(cell, job, folder / "hf"),
     }
@@ -62,21 +64,17 @@ def check_finite(cell: Cell, folder: Path) -> None:
     Raises:
         RuntimeError: a logged loss is not finite.
     """
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
+    for record in read_lines(folder / "metrics.jsonl"):
         # what is not finite is written as null
         if record.get("loss_metrics/global_avg_loss", 0.0) is None:
             raise RuntimeError(
-                f"expected finite losses; that of step {record['step']} is none, at the learning rate {cell.lr:g}. Leave that "
+                f"expected finite losses; that of step {record['step']} is not, at the learning rate {cell.lr:g}. Leave that "
                 "rate out of the sweep (`--lrs`).")
 
 
 def train(job: JobConfig) -> None:
     """What `python -m torchtitan.train` does with this job, in this process."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(ONE_PROCESS)
     init_logger()
     # not its `main`, which reads the command line that the process began with
     trainer = Trainer(job)

@@ -2,11 +2,10 @@
 A cell of `eval.recall`: one model trained on one task with one learning rate and seed, and its accuracy at every size.
 
 The sequences are generated and no text is involved, so a plain loop trains; it is the same for every model. Step n sees the
-batch that the seed and n give, so a killed run goes on from its checkpoint with the numbers of one that was not.
+batch that the seed and n give, so a killed run continues from its checkpoint and ends with the same numbers.
 """
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 
+from eval.results import draft_of
 from eval.scoring.audit import check_causal
 from eval.scoring.models import build
 from eval.study.cells import Model, folder_name
@@ -80,33 +80,33 @@ class RecallCell:
                     f"expected steps of whole sequences, so that all see as many tokens; got steps of {self.step_tokens} "
                     f"tokens and sequences of {size.length}. Make `step_tokens` a multiple of every trained length.")
 
-    def measure(self, folder: Path) -> dict[str, Any]:
-        """
-        Trains the model, or goes on from its checkpoint, audits it and scores it.
 
-        Returns:
-            `parameters`, `tokens_seen`, `tokens_per_second`, `kernels`, `audit`, and `validation` and `test`, which have the
-            scores of every size (see `score`).
+def measure(cell: RecallCell, folder: Path) -> dict[str, Any]:
+    """
+    Trains the model, or continues from its checkpoint, audits it and scores it.
 
-        Raises:
-            RuntimeError: the model is not causal.
-        """
-        # first: it may refuse the machine
-        ran_on = kernels(self.model.family)
-        torch.manual_seed(self.seed)
-        model: nn.Module = build(
-            f"{self.model.family}/{self.model.flavor}", self.task.vocab_size, max(size.length for size in self.tested))
-        if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
-            model.to(device)
-        speed = train(self, model, folder / "checkpoint" / "state.pt")
-        model.eval()
-        verdict = check_causal(model)
-        return {
-            "parameters": sum(p.numel() for p in model.parameters()), "tokens_seen": self.step_tokens * self.steps,
-            "tokens_per_second": speed, "kernels": ran_on, "audit": asdict(verdict),
-            "validation": [score(self, model, size, "validation") for size in self.trained],
-            "test": [score(self, model, size, "test") for size in self.tested],
-        }
+    Returns:
+        `parameters`, `tokens_seen`, `tokens_per_second`, `kernels`, `audit`, and `validation` and `test`, which have the
+        scores of every size (see `score`).
+
+    Raises:
+        RuntimeError: the model is not causal.
+    """
+    # first: it may refuse the machine
+    ran_on = kernels(cell.model.family)
+    torch.manual_seed(cell.seed)
+    model: nn.Module = build(f"{cell.model.family}/{cell.model.flavor}", cell.task.vocab_size, longest(cell.tested))
+    if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        model.to(device)
+    speed = train(cell, model, folder / "checkpoint" / "state.pt")
+    model.eval()
+    verdict = check_causal(model)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()), "tokens_seen": cell.step_tokens * cell.steps,
+        "tokens_per_second": speed, "kernels": ran_on, "audit": asdict(verdict),
+        "validation": [score(cell, model, size, "validation") for size in cell.trained],
+        "test": [score(cell, model, size, "test") for size in cell.tested],
+    }
 
 
 def train(cell: RecallCell, model: nn.Module, file: Path) -> float:
@@ -119,7 +119,7 @@ def train(cell: RecallCell, model: nn.Module, file: Path) -> float:
         model (nn.Module):
             The initial model; it is changed in place.
         file (Path):
-            The checkpoint to go on from where there is one, and to write.
+            The checkpoint to continue from where there is one, and to write.
 
     Returns:
         Tokens per second of this process: the median of its steps.
@@ -138,7 +138,7 @@ def train(cell: RecallCell, model: nn.Module, file: Path) -> float:
         first = state["step"]
         for name, part in parts.items():
             part.load_state_dict(state[name])
-        print(f"goes on after step {first}")
+        print(f"continues after step {first}")
     model.train()
     seconds, saved = [], time.monotonic()
     for step in range(first, cell.steps):
@@ -158,17 +158,10 @@ def train(cell: RecallCell, model: nn.Module, file: Path) -> float:
         if (step + 1) % max(1, cell.steps // 20) == 0:
             print(text, flush=True)
         if time.monotonic() - saved > _SECONDS_BETWEEN_CHECKPOINTS:
-            save({"step": step + 1, **{name: part.state_dict() for name, part in parts.items()}}, file)
+            with draft_of(file) as draft:
+                torch.save({"step": step + 1, **{name: part.state_dict() for name, part in parts.items()}}, draft)
             saved = time.monotonic()
     return cell.step_tokens / statistics.median(seconds) if seconds else float("nan")
-
-
-def save(state: dict[str, Any], file: Path) -> None:
-    """Writes a checkpoint as a whole, or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(".draft")
-    torch.save(state, draft)
-    os.replace(draft, file)
 
 
 def answers(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

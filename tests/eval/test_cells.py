@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from eval.results import write
-from eval.study.cells import Cell, Model, Text, check_cells, merge, redirected
+from eval.study.cells import Cell, Model, Text, check_cells
+from eval.study.running import merge, redirected
 
 TEXT = Text("text", "a.txt", "0" * 64, "bytes", ".", 64, 32)
 CELL = Cell(Model("harmonic/debug", "harmonic", "debug"), TEXT, "titan_configs/harmonic_debug.toml", "0", seq_len=256,

@@ -5,14 +5,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from eval.ablation import Options as AblationOptions
-from eval.ablation import parameters, variants
 from eval.ablation import protocol_of as ablation_of
-from eval.crossover import PRESETS, Options, preset_of, protocol_of
+from eval.ablation import variants
+from eval.crossover import PRESETS, protocol_of
+from eval.study.options import cli
+from eval.study.variants import parameters
 from fla_harmonic.titan.config import parse_fields
 
 ROOT = Path(__file__).parents[2]
@@ -24,24 +27,26 @@ FIXED = ("parameters", "flops_per_token", "tokens_seen", "kernels", "test", "val
 def test_presets_are_comparable(name: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("text " * 1000)
     (tmp_path / "tokenizer.json").write_text("{}")
-    options = Options(preset=name, dataset="text", dataset_path=str(tmp_path / "text"),  # type: ignore[arg-type]
-                      assets=str(tmp_path))
-    protocol, preset = protocol_of(options)
-    assert len(protocol.shared()) == len(preset.models) * len(preset.seq_lens) * len(preset.seeds)
-    assert {cell.tokens for cell in protocol.shared()} == {preset.tokens}
+    options = replace(PRESETS[name], dataset="text", dataset_path=str(tmp_path / "text"), assets=str(tmp_path))
+    protocol = protocol_of(options)
+    assert len(protocol.shared()) == len(options.models) * len(options.seq_lens) * len(options.seeds)
+    assert {cell.tokens for cell in protocol.shared()} == {options.tokens}
 
 
 def test_study_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("text " * 1000)
     with pytest.raises(FileNotFoundError, match="--assets"):
-        protocol_of(Options(preset="paper", dataset="text", dataset_path=str(tmp_path / "text"), assets=str(tmp_path)))
+        protocol_of(replace(PRESETS["paper"], dataset="text", dataset_path=str(tmp_path / "text"), assets=str(tmp_path)))
 
 
 def test_options_are_set_over_the_preset() -> None:
-    preset = preset_of(Options(seeds=(7,), overrides=("--optimizer.eps=1e-6",)))
-    assert preset.seeds == (7,)
-    assert preset.overrides == ("--optimizer.eps=1e-6",)
-    assert preset.lrs == PRESETS["cpu-small"].lrs
+    options = cli(PRESETS, None, ["--preset", "paper", "--seeds", "7", "--overrides=--optimizer.eps=1e-6"])
+    paper = PRESETS["paper"]
+    assert options == replace(paper, seeds=(7,), overrides=(*paper.overrides, "--optimizer.eps=1e-6"))
+    assert cli(PRESETS, None, []) == PRESETS["cpu-small"]
+    assert cli(PRESETS, None, ["--preset=compare"]) == PRESETS["compare"]
+    with pytest.raises(SystemExit):
+        cli(PRESETS, None, ["--preset", "none"])
 
 
 def start(out: Path, text: Path, *more: str) -> subprocess.Popen:
@@ -68,6 +73,7 @@ def finished(out: Path) -> dict[str, dict]:
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.processes
 def test_study_killed_in_the_middle_ends_with_the_same_numbers(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {n} of a text, {n * n % 97}.\n" for n in range(2000)))

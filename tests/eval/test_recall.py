@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from eval.recall import PRESETS, Options, best_lrs, cells, frame, main, preset_of, run, table
+from eval.recall import PRESETS, Options, best_lrs, cells, main, run
 from eval.scoring.models import FAMILIES, build
 from eval.study.cells import Model
 from eval.tasks import recall_cell
 from eval.tasks.recall_cell import SPLITS, RecallCell, score, train
+from eval.tasks.recall_tables import frame, table
 from eval.tasks.recall_tasks import IGNORED, MQAR, Passkey, Size
 
 mqar_sizes = st.integers(1, 14).flatmap(lambda pairs: st.builds(Size, st.integers(3 * pairs, 80), st.just(pairs)))
@@ -220,7 +221,7 @@ def test_models_of_a_preset_have_equal_budgets(preset: str) -> None:
 ])
 def test_a_study_that_cannot_be_is_refused_before_it_runs(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        run(replace(PRESETS["cpu-small"], **wrong), tmp_path)
+        run(replace(PRESETS["cpu-small"], out=tmp_path, **wrong))
     assert not list(tmp_path.iterdir())
 
 
@@ -237,6 +238,7 @@ def test_a_flavor_keeps_its_vocabulary() -> None:
     assert (small.config.max_position_embeddings, full.config.max_position_embeddings) == (4096, 131072)
 
 
+@pytest.mark.processes
 def test_a_study_has_its_files_and_runs_what_is_missing_alone(tmp_path: Path) -> None:
     options = Options(
         models=("llama/debug",), tasks=("passkey",), seeds=(0,), lrs=(1e-3, 1e-2), passkey_steps=3, passkey_length=64,
@@ -261,6 +263,6 @@ def test_a_study_has_its_files_and_runs_what_is_missing_alone(tmp_path: Path) ->
     kept, lost = (tmp_path / "cells").glob("*/result.json")
     changed = kept.stat().st_mtime_ns
     lost.unlink()
-    again = run(preset_of(options), tmp_path)
+    again = run(options)
     assert kept.stat().st_mtime_ns == changed
     assert [record["test"] for record in again] == [record["test"] for record in records]
