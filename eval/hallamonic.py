@@ -25,8 +25,8 @@ from eval import length
 from eval.results import keep_command, write
 from eval.scoring import generation
 from eval.scoring.models import digest, load, trained_length
+from fla_harmonic.text import load_split
 from fla_harmonic.text.tokenizers import JsonTokenizer
-from fla_harmonic.titan.components.dataloader import load_split
 from fla_harmonic.titan.config import data_section
 
 

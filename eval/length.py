@@ -36,8 +36,8 @@ from eval.scoring.audit import check_causal
 from eval.scoring.context import Losses, buckets, is_recurrent, position_losses, window_starts
 from eval.scoring.models import digest, load, trained_length
 from eval.scoring.targets import bits, target_losses
+from fla_harmonic.text import TokenSplit, load_split
 from fla_harmonic.text.tokenizers import JsonTokenizer
-from fla_harmonic.titan.components.dataloader import TokenSplit, load_split
 from fla_harmonic.titan.config import data_section
 
 CONTEXTS = tuple(2 ** power for power in range(8, 17))

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from eval.scoring.audit import Audit, check_causal
 from eval.scoring.models import is_beyond, trained_length
 from eval.scoring.targets import bits, target_losses
-from fla_harmonic.titan.components.dataloader import TokenSplit
+from fla_harmonic.text import TokenSplit
 
 
 @dataclass

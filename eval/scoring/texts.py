@@ -5,8 +5,8 @@ from pathlib import Path
 
 from torchtitan.config import ConfigManager, JobConfig
 
+from fla_harmonic.text import TokenSplit, load_split
 from fla_harmonic.text.tokenizers import JsonTokenizer
-from fla_harmonic.titan.components.dataloader import TokenSplit, load_split
 from fla_harmonic.titan.config import data_section
 
 

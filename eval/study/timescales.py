@@ -17,8 +17,8 @@ from eval.study.running import result_file
 from eval.tables import save
 from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.layers.harmonic import HarmonicLevel
+from fla_harmonic.text import load_split
 from fla_harmonic.text.tokenizers import ByteTokenizer, JsonTokenizer
-from fla_harmonic.titan.components.dataloader import load_split
 
 # tokens that the timescales are read from
 _TOKENS = 4096

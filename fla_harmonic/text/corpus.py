@@ -31,23 +31,21 @@ def load_documents(
     Args:
         dataset (str):
             "novels": two novels that ship with the package, no path. "text": one local UTF-8 file, one document.
-            "enwik8": that file, or the zip it is distributed in, one document. "jsonl": one JSON object a line, one
-            document each. "hub": what `datasets.load_dataset` reads, one document a row. Upper case is folded.
+            "enwik8": that file, or the zip it is distributed in, one document. "jsonl": one JSON object per line, each a
+            document. "hub": what `datasets.load_dataset` reads, one document per row. Case is ignored.
         path (str | Path | None):
-            The local file; for "hub" the name of the dataset on the hub or a local folder.
+            The local file; for "hub" the name of the dataset on the hub, or a local folder.
         text_field (str):
             The field that holds the text, for "jsonl" and "hub".
-        hub_config (str):
-            Configuration name of the hub dataset; empty is its default.
-        hub_split (str):
-            Split of the hub dataset to read.
+        hub_config, hub_split (str):
+            Configuration of the hub dataset, where empty is its default, and the split to read.
 
     Returns:
         The documents as UTF-8 bytes, in order. Empty documents are left out; the list is never empty.
 
     Raises:
         ValueError: the dataset is unknown, or its content is not what the dataset promises.
-        FileNotFoundError: nothing is at `path`.
+        FileNotFoundError: no such file or hub dataset.
     """
     name = dataset.lower()
     if name not in DATASETS:
@@ -64,14 +62,17 @@ def load_documents(
         raise ValueError(f"dataset {name!r} needs {wanted} in [training] dataset_path, got {path!r}")
     elif name == "hub":
         documents = list(_hub_documents(str(path), text_field, hub_config, hub_split))
+    elif not (file := Path(path).expanduser()).is_file():
+        raise FileNotFoundError(
+            f"dataset {name!r}: expected a file at {str(file)!r} (from {str(Path.cwd())!r}), but there is "
+            f"{'a folder' if file.is_dir() else 'nothing'}; correct [training] dataset_path"
+        )
+    elif name == "jsonl":
+        documents = list(_jsonl_documents(file, text_field))
     else:
-        file = _existing_file(name, Path(path).expanduser())
-        if name == "jsonl":
-            documents = list(_jsonl_documents(file, text_field))
-        else:
-            content = _enwik8_bytes(file) if name == "enwik8" else file.read_bytes()
-            _check_utf8(content, str(file))
-            documents = [content]
+        content = _enwik8_bytes(file) if name == "enwik8" else file.read_bytes()
+        _decoded(content, str(file))
+        documents = [content]
     documents = [document for document in documents if document]
     if not documents:
         raise ValueError(f"dataset {name!r} at {str(path)!r} holds no text: expected at least one document that is not empty")
@@ -81,8 +82,8 @@ def load_documents(
 def split_documents(documents: list[bytes], split: str) -> list[bytes]:
     """
     The part of a corpus that belongs to one split: the first 90% of its bytes train, the next 5% validation and the last
-    5% test, by position over the documents one after another. A document that straddles a border is cut there, at the
-    UTF-8 character that holds the border, so that the three splits one after another are the whole text.
+    5% test, by position in the concatenated documents. A document across a border is cut there, at the start of the UTF-8
+    character that holds the border, so that the three splits concatenated are the whole text.
 
     Args:
         documents (list[bytes]):
@@ -103,22 +104,21 @@ def split_documents(documents: list[bytes], split: str) -> list[bytes]:
             "so that 5% of them hold a window of tokens; use a longer text"
         )
     offsets = [0, *accumulate(map(len, documents))]
-    parts = [
+    return [
         document[max(start - first, 0) : stop - first]
         for document, (first, last) in zip(documents, pairwise(offsets), strict=True)
         if first < stop and last > start
     ]
-    return [part for part in parts if part]
 
 
 def split_ends_inside_document(documents: list[bytes], split: str) -> bool:
-    """Whether the split's last part is a document that goes on in the next split: no end of text belongs after it."""
+    """Whether the split's last part is a document that continues in the next split: no end of text belongs after it."""
     _, stop = _split_span(documents, split)
     return stop not in accumulate(map(len, documents))
 
 
 def _split_span(documents: list[bytes], split: str) -> tuple[int, int]:
-    """First byte of the split, and the first byte after it, counted over the documents one after another."""
+    """First byte of the split, and the first byte after it, counted over the concatenated documents."""
     if split not in SPLITS:
         raise ValueError(f"expected the split to be one of {', '.join(SPLITS)}, got {split!r}")
     offsets = [0, *accumulate(map(len, documents))]
@@ -130,28 +130,15 @@ def _split_span(documents: list[bytes], split: str) -> tuple[int, int]:
 
 def _character_start(documents: list[bytes], offsets: list[int], position: int) -> int:
     """The start of the character that holds byte `position`: bytes 10xxxxxx continue a character in UTF-8."""
-    if position == offsets[-1]:
-        return position
     number = bisect_right(offsets, position) - 1
-    document, first = documents[number], offsets[number]
-    while document[position - first] & 0xC0 == 0x80:
+    while documents[number][position - offsets[number]] & 0xC0 == 0x80:
         position -= 1
     return position
 
 
-def _existing_file(dataset: str, path: Path) -> Path:
-    if not path.exists():
-        raise FileNotFoundError(
-            f"dataset {dataset!r}: no file at {str(path)!r} (from {str(Path.cwd())!r}); correct [training] dataset_path"
-        )
-    if not path.is_file():
-        raise ValueError(f"dataset {dataset!r} expects [training] dataset_path to be one file, got the folder {str(path)!r}")
-    return path
-
-
-def _check_utf8(content: bytes, where: str) -> None:
+def _decoded(content: bytes, where: str) -> str:
     try:
-        content.decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{where} is not UTF-8 text: byte 0x{content[error.start]:02x} at position {error.start} ({error.reason}); "
@@ -161,26 +148,26 @@ def _check_utf8(content: bytes, where: str) -> None:
 
 def _enwik8_bytes(path: Path) -> bytes:
     if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            if "enwik8" not in archive.namelist():
-                raise ValueError(
-                    f"expected the member 'enwik8' in {path}, got {archive.namelist()[:8]}: take enwik8.zip as it is "
-                    "distributed, or read another text with dataset = 'text'"
-                )
-            try:
+        try:
+            with zipfile.ZipFile(path) as archive:
                 content = archive.read("enwik8")
-            except (zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
-                raise ValueError(f"{path} is damaged: {error}; fetch enwik8.zip again") from error
+        except KeyError as error:
+            raise ValueError(f"expected enwik8.zip as it is distributed, got {path}: {error}") from error
+        except (zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
+            raise ValueError(f"{path} is damaged: {error}; fetch enwik8.zip again") from error
     else:
         content = path.read_bytes()
-    # a number measured on something shorter, under this name, would be compared with published ones
+    # a number measured on something shorter under this name would be compared with published ones
     if len(content) != ENWIK8_BYTES:
         logger.warning(f"{path} has {len(content):,} bytes, enwik8 has {ENWIK8_BYTES:,}: results are not enwik8 results")
     return content
 
 
-def _document(value: object, field: str, where: str) -> bytes:
-    """One value of the text field as UTF-8."""
+def _document(row: dict[str, object], field: str, where: str) -> bytes:
+    """The text field of one row as UTF-8."""
+    if field not in row:
+        raise ValueError(f"{where}: no field {field!r}, only {sorted(row)}; name the text's in [data] text_field")
+    value = row[field]
     if not isinstance(value, str):
         raise ValueError(f"{where}: expected a string in field {field!r}, got {type(value).__name__}")
     try:
@@ -193,20 +180,16 @@ def _jsonl_documents(path: Path, field: str) -> Iterator[bytes]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{path}, line {number}"
-            _check_utf8(line, where)
+            text = _decoded(line, where)
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8"))
+                row = json.loads(text)
             except (json.JSONDecodeError, RecursionError) as error:
-                raise ValueError(f"{where}: expected one JSON object a line, got {line[:60]!r} ({error})") from error
+                raise ValueError(f"{where}: expected one JSON object per line, got {line[:60]!r} ({error})") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
-            if field not in row:
-                raise ValueError(
-                    f"{where}: no field {field!r}, the object has {sorted(row)}; name the text's field in [data] text_field"
-                )
-            yield _document(row[field], field, where)
+            yield _document(row, field, where)
 
 
 def _hub_documents(path: str, field: str, config: str, split: str) -> Iterator[bytes]:
@@ -214,14 +197,14 @@ def _hub_documents(path: str, field: str, config: str, split: str) -> Iterator[b
     from datasets import load_dataset
 
     where = f"hub dataset {path!r} (config {config!r}, split {split!r})"
-    remedy = "check [training] dataset_path, [data] hub_config and hub_split, and the connection to the hub"
     try:
-        rows = load_dataset(path, name=config or None, split=split, streaming=False)
-    except (FileNotFoundError, ConnectionError) as error:
-        raise FileNotFoundError(f"{where} not found: {error}; {remedy}") from error
-    except ValueError as error:
-        raise ValueError(f"{where} cannot be read: {error}; {remedy}") from error
-    if field not in rows.column_names:
-        raise ValueError(f"{where}: no field {field!r}, only {rows.column_names}; name the text's in [data] text_field")
-    for number, row in enumerate(rows.select_columns([field])):
-        yield _document(row[field], field, f"{where}, row {number}")
+        rows = load_dataset(path, name=config or None, split=split)
+    except (FileNotFoundError, ConnectionError, ValueError) as error:
+        remedy = "check [training] dataset_path, [data] hub_config and hub_split, and the connection to the hub"
+        kind = ValueError if isinstance(error, ValueError) else FileNotFoundError
+        raise kind(f"{where} cannot be read: {error}; {remedy}") from error
+    if field in rows.column_names:
+        # decoding the others, such as images, costs time
+        rows = rows.select_columns([field])
+    for number, row in enumerate(rows):
+        yield _document(row, field, f"{where}, row {number}")

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from torchtitan.components.tokenizer import BaseTokenizer
-
-from fla_harmonic.titan.config import data_section
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 # looked for, in this order, in a tokenizer.json that no tokenizer_config.json explains
 EOS_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
@@ -28,7 +26,7 @@ CUT_TRIES = 64
 BATCH_CHARACTERS = 1 << 24
 
 
-class TextTokenizer(BaseTokenizer):
+class TextTokenizer(ABC):
     """
     What the text data needs of a tokenizer.
 
@@ -40,6 +38,7 @@ class TextTokenizer(BaseTokenizer):
     """
 
     bos_id: int | None = None
+    eos_id: int | None = None
     fingerprint: str | None = None
 
     def encode(self, text: str | bytes, add_bos: bool = False, add_eos: bool = False) -> list[int]:
@@ -65,6 +64,14 @@ class TextTokenizer(BaseTokenizer):
         """Token ids of each document, `[tokens]` of an unsigned type: equal to `encode(document)`, faster."""
 
     @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids."""
+
+    @abstractmethod
+    def get_vocab_size(self) -> int:
+        """Rows that an embedding needs: the largest id + 1, which is more than the number of tokens if ids are skipped."""
+
+    @abstractmethod
     def save_pretrained(self, directory: str | os.PathLike) -> None:
         """Write tokenizer.json and tokenizer_config.json, with which transformers' AutoTokenizer gives the same ids."""
 
@@ -75,9 +82,7 @@ class ByteTokenizer(TextTokenizer):
     document and stands before the first.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.bos_id = self.eos_id = 0
+    bos_id = eos_id = 0
 
     def _encode(self, text: str | bytes) -> list[int]:
         return list(text.encode("utf-8") if isinstance(text, str) else text)
@@ -95,8 +100,7 @@ class ByteTokenizer(TextTokenizer):
     def save_pretrained(self, directory: str | os.PathLike) -> None:
         # a BPE without merges over GPT-2's printable stand-ins for bytes; NUL is named by itself, so that the special
         # token cannot be mistaken for a character of the text
-        vocab = {character: byte for byte, character in enumerate(_byte_alphabet())}
-        vocab = {"\0" if byte == 0 else character: byte for character, byte in vocab.items()}
+        vocab = {character if byte else "\0": byte for byte, character in sorted(bytes_to_unicode().items())}
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -120,7 +124,6 @@ class JsonTokenizer(TextTokenizer):
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        super().__init__()
         file = Path(path).expanduser()
         file = file / "tokenizer.json" if file.is_dir() else file
         if not file.is_file():
@@ -165,7 +168,6 @@ class JsonTokenizer(TextTokenizer):
         dtype = smallest_dtype(self.get_vocab_size())
         batch: list[tuple[str, bool]] = []
         parts: list[np.ndarray] = []
-        size = 0
 
         def flush() -> Iterator[np.ndarray]:
             encodings = self.tokenizer.encode_batch_fast([piece for piece, _ in batch], add_special_tokens=False)
@@ -176,6 +178,7 @@ class JsonTokenizer(TextTokenizer):
                     parts.clear()
             batch.clear()
 
+        size = 0
         for document in documents:
             pieces = self.cut(document.decode("utf-8"), piece_characters)
             for number, piece in enumerate(pieces, start=1):
@@ -188,10 +191,9 @@ class JsonTokenizer(TextTokenizer):
 
     def cut(self, text: str, piece_characters: int) -> list[str]:
         """
-        Cut a text into pieces of about the given length whose token ids one after another are those of the text: before
-        a line break that follows a character which is not a space, where the pre-tokenizers of GPT-2 and its successors
-        always, or nearly always, part. The tokenizer itself is asked whether it does at this place; one that does not
-        part at any gets the text whole.
+        Cut a text into pieces of about the given length whose token ids concatenated are those of the text: before a line
+        break after a character that is not a space, where the pre-tokenizers of GPT-2 and its successors nearly always
+        part. The tokenizer is asked whether it does at each place; one that parts at none gets the text whole.
         """
         pieces, start = [], 0
         while len(text) - start > piece_characters:
@@ -213,12 +215,7 @@ class JsonTokenizer(TextTokenizer):
         return self.tokenizer.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=skip_special_tokens)
 
     def get_vocab_size(self) -> int:
-        """Rows that an embedding needs: the largest id + 1, which is more than the number of tokens if ids are skipped."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-
-    def token(self, token_id: int) -> str | None:
-        """The token of an id as the vocabulary spells it."""
-        return self.tokenizer.id_to_token(token_id)
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
         saved = Tokenizer.from_str(self.tokenizer.to_str())
@@ -240,17 +237,17 @@ def tokenize(
     documents: list[bytes], tokenizer: TextTokenizer, *, append_eos: bool, is_cut: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """
-    The tokens of some documents one after another, `[T]` of an unsigned type, and where each starts, `[N]` int64.
+    The tokens of some documents concatenated, `[T]` of an unsigned type, and where each starts, `[N]` int64.
 
     Args:
         documents (list[bytes]):
             UTF-8 texts.
         tokenizer (TextTokenizer):
-            Their tokenizer. No beginning of text is added.
+            No beginning of text is added.
         append_eos (bool):
             Whether an end-of-text token follows each document.
         is_cut (bool):
-            Whether the last document goes on elsewhere, so that no end of text follows it.
+            Whether the last document continues elsewhere, so that no end of text follows it.
 
     Raises:
         ValueError: end of text is asked for and the tokenizer has none, or a document holds NUL, the bytes' end of text.
@@ -271,7 +268,7 @@ def tokenize(
     parts, starts, length = [], [], 0
     for number, ids in enumerate(tokenizer.encode_documents(documents)):
         if append_eos and not (is_cut and number == len(documents) - 1):
-            ids = np.append(ids, dtype(tokenizer.eos_id))
+            ids = np.append(ids, np.asarray(tokenizer.eos_id, dtype=dtype))
         # a tokenizer may drop every character of a short document
         if len(ids):
             parts.append(ids.astype(dtype, copy=False))
@@ -283,30 +280,10 @@ def tokenize(
     return parts[0] if len(parts) == 1 else np.concatenate(parts), np.asarray(starts, dtype=np.int64)
 
 
-def build_tokenizer(job_config: Any) -> TextTokenizer:
-    """
-    The tokenizer of a torchtitan job, as `[data] tokenizer` names it: "bytes", or "hf" for the tokenizer.json in
-    `[model] hf_assets_path`.
-    """
-    kind = data_section(job_config).tokenizer
-    if kind == "bytes":
-        return ByteTokenizer()
-    if kind == "hf":
-        return JsonTokenizer(job_config.model.hf_assets_path)
-    raise ValueError(f"expected [data] tokenizer to be 'bytes' or 'hf', got {kind!r}")
-
-
 def _required(token_id: int | None, name: str) -> int:
     if token_id is None:
         raise ValueError(f"the tokenizer has no {name} token: name one in its tokenizer_config.json, or do not ask for it")
     return token_id
-
-
-def _byte_alphabet() -> list[str]:
-    """GPT-2's stand-in for each byte: the printable bytes of Latin-1 for themselves, the others from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _read_config(path: Path) -> dict[str, Any]:

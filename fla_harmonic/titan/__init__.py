@@ -21,12 +21,12 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.protocols import BaseModelArgs, ModelProtocol, StateDictAdapter, train_spec
 from torchtitan.protocols.train_spec import ParallelizeFunction, TrainSpec
 
-from fla_harmonic.text.tokenizers import build_tokenizer
+from fla_harmonic.titan.components.dataloader import build_dataloader
 from fla_harmonic.titan.components.loss import build_loss
-from fla_harmonic.titan.components.metrics import build_metrics_processor
+from fla_harmonic.titan.components.metrics import JSONLMetricsProcessor
 from fla_harmonic.titan.components.optimizer import build_optimizers
-from fla_harmonic.titan.components.stateful import build_dataloader
-from fla_harmonic.titan.components.validate import build_validator
+from fla_harmonic.titan.components.tokenizer import build_tokenizer
+from fla_harmonic.titan.components.validate import SplitValidator
 from fla_harmonic.titan.distributed.gradient_scale import replicas_summed
 from fla_harmonic.titan.distributed.parallelize import parallelize, parallelize_llama_anywhere
 from fla_harmonic.titan.distributed.pipeline import pipeline
@@ -70,8 +70,8 @@ def register_specs() -> None:
             build_dataloader_fn=read_directory(build_dataloader) if name == "hallamonic" else build_dataloader,
             build_tokenizer_fn=build_tokenizer,
             build_loss_fn=replicas_summed(build_loss),
-            build_validator_fn=build_validator,
-            build_metrics_processor_fn=build_metrics_processor,
+            build_validator_fn=SplitValidator,
+            build_metrics_processor_fn=JSONLMetricsProcessor,
             state_dict_adapter=adapter,
         ))
 

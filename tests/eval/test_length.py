@@ -20,8 +20,8 @@ from eval.scoring.planted_leaks import Table
 from eval.scoring.targets import window_losses
 from fla_harmonic import HarmonicConfig, HarmonicForCausalLM
 from fla_harmonic.models.mamba.modeling_mamba import build_mamba
+from fla_harmonic.text import TokenSplit
 from fla_harmonic.text.tokenizers import ByteTokenizer, JsonTokenizer
-from fla_harmonic.titan.components.dataloader import TokenSplit
 
 TRAINED = 64
 

@@ -10,7 +10,7 @@ from eval.scoring.audit import audit
 from eval.scoring.models import load
 from eval.scoring.planted_leaks import Table
 from eval.scoring.score import score
-from fla_harmonic.titan.components.dataloader import TokenSplit
+from fla_harmonic.text import TokenSplit
 
 
 def split_of(tokens: np.ndarray) -> TokenSplit:

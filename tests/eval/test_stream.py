@@ -18,8 +18,8 @@ from eval.scoring.score import score
 from eval.scoring.text_pieces import TextPieces
 from eval.stream import Options, StreamScore, main, read
 from fla_harmonic import HarmonicConfig, HarmonicForCausalLM
+from fla_harmonic.text import TokenSplit
 from fla_harmonic.text.tokenizers import ByteTokenizer, JsonTokenizer
-from fla_harmonic.titan.components.dataloader import TokenSplit
 
 WORDS = ["the", "cat", "naïve", "sat", "🙂", "on", "a", "mat,", "é"]
 SPACES = [" ", " ", "\n", "\n", "  ", "\n\n", " \n", "\r\n", "\t", ""]

@@ -13,9 +13,9 @@ from torchtitan.protocols.train_spec import get_train_spec
 from transformers import AutoConfig
 
 import fla_harmonic.titan  # noqa: F401  (registers the families)
-from fla_harmonic.text.tokenizers import build_tokenizer
 from fla_harmonic.titan.components.budget import keep_token_budget
-from fla_harmonic.titan.components.stateful import build_dataloader
+from fla_harmonic.titan.components.dataloader import build_dataloader
+from fla_harmonic.titan.components.tokenizer import build_tokenizer
 from fla_harmonic.titan.export import export
 
 CONFIGS = Path(__file__).parents[2] / "titan_configs"

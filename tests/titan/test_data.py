@@ -3,25 +3,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.protocols import train_spec
 
-from fla_harmonic.text.corpus import load_documents, split_documents
-from fla_harmonic.text.tokenizers import JsonTokenizer, build_tokenizer
-from fla_harmonic.titan.components.dataloader import (
-    TokenSplit,
-    TokenWindows,
-    WindowLoader,
-    build_dataloader,
-    check_vocabulary,
-    evaluation_batches,
-)
+from fla_harmonic.text import ByteTokenizer, JsonTokenizer, TokenSplit, TokenWindows, load_documents, split_documents
+from fla_harmonic.titan.components.dataloader import build_dataloader, bytes_per_token, check_vocabulary
+from fla_harmonic.titan.components.tokenizer import build_tokenizer
+from fla_harmonic.titan.components.window_loader import WindowLoader
+from fla_harmonic.titan.config import Data, data_section
 
 
 def numbered(length: int, starts: tuple[int, ...] = (0,)) -> TokenSplit:
@@ -37,74 +31,6 @@ def global_step(loaders: list[WindowLoader], accumulation: int) -> list[list[int
     """The labels of all windows of one step, sorted: ranks and micro-batches together."""
     iterators = [iter(each) for each in loaders]
     return sorted(row for _ in range(accumulation) for each in iterators for row in next(each)[1].tolist())
-
-
-# windows
-
-
-@settings(deadline=None)
-@given(st.integers(2, 200), st.integers(1, 20), st.booleans())
-def test_every_token_but_the_first_is_a_label_once(length: int, seq_len: int, tail: bool) -> None:
-    if length - 1 < (1 if tail else seq_len):
-        return
-    windows = TokenWindows(numbered(length), seq_len, tail=tail)
-    inputs, labels = windows.batch(np.arange(len(windows)), False)
-    assert list(inputs) == ["input"]
-    assert inputs["input"].dtype == labels.dtype == torch.int64
-    assert inputs["input"].shape == labels.shape == (len(windows), seq_len)
-    assert inputs["input"].is_contiguous()
-    assert labels.is_contiguous()
-    counted = labels != IGNORE_INDEX
-    last = length if tail else 1 + seq_len * len(windows)
-    assert labels[counted].tolist() == list(range(1, last))
-    assert length - last < seq_len
-    assert (inputs["input"][counted] == labels[counted] - 1).all()
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(1, 20), st.booleans())
-def test_document_ids_count_the_documents_of_each_window(lengths: list[int], seq_len: int, tail: bool) -> None:
-    of_token = np.repeat(np.arange(len(lengths)), lengths)
-    if len(of_token) - 1 < (1 if tail else seq_len):
-        return
-    starts = tuple(np.cumsum([0, *lengths[:-1]]).tolist())
-    windows = TokenWindows(numbered(len(of_token), starts), seq_len, tail=tail)
-    inputs, labels = windows.batch(np.arange(len(windows)), True)
-    ids = inputs["document_ids"]
-    assert ids.dtype == torch.int32
-    assert ids.shape == labels.shape
-    for first, row_ids in zip(range(0, len(of_token), seq_len), ids, strict=False):
-        expected = of_token[first : first + seq_len]
-        # what is missing opens no document
-        expected = np.pad(expected - expected[0], (0, seq_len - len(expected)), mode="edge")
-        assert row_ids.tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize(("length", "tail", "needed"), [(8, False, 9), (0, False, 9), (1, True, 2)])
-def test_text_shorter_than_a_window_is_refused_with_the_numbers(length: int, tail: bool, needed: int) -> None:
-    with pytest.raises(ValueError, match=rf"{length} tokens.*seq_len 8 needs {needed}.*longer text"):
-        TokenWindows(numbered(length), 8, tail=tail)
-
-
-@settings(deadline=None)
-@given(st.integers(2, 100), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.booleans())
-def test_evaluation_labels_each_token_once_over_all_ranks(
-    length: int, seq_len: int, batch: int, world: int, ids: bool
-) -> None:
-    of_rank = [
-        list(evaluation_batches(numbered(length), seq_len, batch, dp_world_size=world, dp_rank=rank, document_ids=ids))
-        for rank in range(world)
-    ]
-    # ranks that ran another number of batches would wait for each other
-    assert len({len(batches) for batches in of_rank}) == 1
-    labels = torch.stack([labels for batches in of_rank for _, labels in batches])
-    assert labels.shape[1:] == (batch, seq_len)
-    assert sorted(labels[labels != IGNORE_INDEX].tolist()) == list(range(1, length))
-    for batches in of_rank:
-        for inputs, batch_labels in batches:
-            counted = batch_labels != IGNORE_INDEX
-            assert (inputs["input"][counted] == batch_labels[counted] - 1).all()
-            assert set(inputs) == ({"input", "document_ids"} if ids else {"input"})
 
 
 # order and state
@@ -174,11 +100,6 @@ def test_state_of_another_loader_is_refused() -> None:
     for wrong in ({"dp_rank_0": b"", "world_size": 1}, {"windows": -1}):
         with pytest.raises(ValueError, match=r'"windows": n.*another data loader'):
             each.load_state_dict(wrong)
-
-
-def test_rank_outside_the_world_is_refused() -> None:
-    with pytest.raises(ValueError, match="dp_rank 2, dp_world_size 2"):
-        loader(numbered(9), 4, 1, 2, 2)
 
 
 # a torchtitan job
@@ -301,3 +222,26 @@ def test_json_tokenizer_trains_where_the_ids_that_occur_fit_the_model(job, tmp_p
 def test_impossible_settings_are_refused(settings: dict[str, str], message: str, job) -> None:
     with pytest.raises(ValueError, match=message):
         build(job(**settings))
+
+
+def test_tokenizer_of_a_job_follows_its_data_section(tmp_path) -> None:
+    ByteTokenizer().save_pretrained(tmp_path)
+    model = SimpleNamespace(hf_assets_path=str(tmp_path))
+    assert isinstance(build_tokenizer(SimpleNamespace(model=model)), JsonTokenizer)
+    tokenizer = build_tokenizer(SimpleNamespace(model=model, data=Data(tokenizer="bytes")))
+    assert isinstance(tokenizer, ByteTokenizer)
+    assert isinstance(tokenizer, BaseTokenizer)
+    with pytest.raises(ValueError, match="'bytes' or 'hf', got 'byte'"):
+        build_tokenizer(SimpleNamespace(model=model, data=Data(tokenizer="byte")))
+    assert data_section(SimpleNamespace()) == data_section(JobConfig()) == Data()
+
+
+def test_bytes_per_token_are_those_of_the_jobs_own_text(job, tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "abcdefg"}\n' * 500)
+    config = job(dataset="jsonl", training=f'dataset_path = "{tmp_path / "a.jsonl"}"')
+    assert bytes_per_token(config) is None
+    build(config)
+    # each document is cut by nothing and ended by one token: seven bytes of eight, but for the last, which a border cuts
+    assert bytes_per_token(config) == pytest.approx(7 / 8, rel=1e-3)
+    build(job())
+    assert bytes_per_token(config) == pytest.approx(7 / 8, rel=1e-3)

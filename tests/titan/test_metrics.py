@@ -175,12 +175,13 @@ def test_states_are_watched_on_logged_steps_alone(first: int, monkeypatch: pytes
     processor = JSONLMetricsProcessor.__new__(JSONLMetricsProcessor)
     processor.job_config = SimpleNamespace(
         metrics=SimpleNamespace(log_freq=5), training=SimpleNamespace(global_batch_size=4, seq_len=8))
-    processor.parallel_dims = SimpleNamespace()
+    processor.parallel_dims = SimpleNamespace(dp_replicate=1, dp_shard=1)
     processor.started, processor.jsonl, processor.num_levels = True, None, 2
     calls: list[str] = []
     monkeypatch.setattr(metrics, "StateMonitor", lambda *args: SimpleNamespace(
         arm=lambda: calls.append("arm"), disarm=lambda: calls.append("disarm"), collect=lambda device: {}))
     monkeypatch.setattr(MetricsProcessor, "log", lambda *args: None)
+    monkeypatch.setattr(metrics, "bytes_per_token", lambda job_config: None)
     processor.model_parts = [nn.Identity()]
     armed = []
     for step in range(first, 17):

@@ -20,9 +20,9 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import get_train_spec
 
+from fla_harmonic.text import TokenSplit, load_split
 from fla_harmonic.text.corpus import split_documents
 from fla_harmonic.text.tokenizers import ByteTokenizer
-from fla_harmonic.titan.components.dataloader import TokenSplit, load_split
 from fla_harmonic.titan.components.validate import SplitValidator, check_validation, scored_bytes
 
 CONFIGS = Path(__file__).parents[2] / "titan_configs"

@@ -18,13 +18,13 @@ from typing import Any
 
 from torchtitan.tools.logging import logger
 
-from fla_harmonic.titan.config import data_section
+from fla_harmonic.titan.config import data_section, global_batch_size
 
 
 def keep_token_budget(job_config: Any, dp_world_size: int = 1) -> None:
     """
-    With `data.budget_seq_len`, derive the job's length, batches, steps and warm-up from it, in place; to do so once more
-    changes nothing. Without it, leave the job as it is.
+    With `data.budget_seq_len`, derive the job's length, batches, steps and warm-up from it, in place; to do so again changes
+    nothing. Without it, leave the job as it is.
 
     The global batch is split over the ranks, so that their number does not change the budget. A rank computes at most as
     many tokens at a time as `local_batch_size x seq_len` of the file, or one sequence, and accumulates gradients over the
@@ -53,7 +53,7 @@ def keep_token_budget(job_config: Any, dp_world_size: int = 1) -> None:
             f"expected data.token_budget > 0 with data.budget_seq_len = {length}, but got 0. Remedy: the tokens that "
             "[training] amounts to"
         )
-    rows = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size
+    rows = global_batch_size(job_config)
     if (tokens := rows * training.seq_len * training.steps) != budget:
         raise ValueError(
             f"expected global batch x training.seq_len x training.steps to be data.token_budget = {budget:,} with "
@@ -108,7 +108,7 @@ def _rescaled(name: str, steps: int, old_step: int, step: int) -> int:
 def warn_of_another_budget(job_config: Any, dp_world_size: int) -> None:
     """Warn where a run is not of the tokens that its file states, as a longer `training.seq_len` or more ranks make it."""
     training, budget = job_config.training, data_section(job_config).token_budget
-    rows = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp_world_size
+    rows = global_batch_size(job_config, dp_world_size)
     if budget and (tokens := rows * training.seq_len * training.steps) != budget:
         logger.warning(
             f"this run is of {tokens:,} tokens, and the file's data.token_budget is {budget:,}: do not compare it with runs "

@@ -15,8 +15,9 @@ from torchtitan.protocols import BaseModelArgs
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from fla_harmonic.titan.components.dataloader import bytes_per_token
 from fla_harmonic.titan.components.state_metrics import StateMonitor
-from fla_harmonic.titan.models.hf_model import HFModelArgs
+from fla_harmonic.titan.config import compiles_model, global_batch_size
 
 
 class JSONLLogger(BaseLogger):
@@ -65,9 +66,9 @@ class JSONLLogger(BaseLogger):
 
 class JSONLMetricsProcessor(MetricsProcessor):
     """
-    torchtitan's processor with a `JSONLLogger` beside the configured loggers, on the rank that logs metrics, and with these
-    metrics more: `bits_per_token`; `bits_per_byte`, at the mean bytes a token of the train split; and for Harmonic the
-    states and timescales of its levels (see `StateMonitor`).
+    `build_metrics_processor_fn` of all families: torchtitan's processor with a `JSONLLogger` beside the configured loggers,
+    on the rank that logs metrics, and with more metrics: `bits_per_token`; `bits_per_byte`, at the mean bytes per token of
+    the train split; and for Harmonic the states and timescales of its levels (see `StateMonitor`).
     """
 
     logger: BaseLogger
@@ -80,15 +81,13 @@ class JSONLMetricsProcessor(MetricsProcessor):
         tag: str | None = None,
     ) -> None:
         self.states: StateMonitor | None = None
-        self.num_levels = 0
-        if isinstance(model_args, HFModelArgs) and model_args.num_levels:
-            if job_config.compile.enable and "model" in job_config.compile.components:
-                logger.info("states and timescales of the levels are not logged: compiled blocks call no hooks")
-            elif parallel_dims.pp_enabled:
-                # its passes over shapes and microbatches are not those of the step alone: measured 1e-3 off one process
-                logger.info("states and timescales of the levels are not logged: not supported in a pipeline")
-            else:
-                self.num_levels = model_args.num_levels
+        # of a Harmonic layer; other families have none
+        self.num_levels: int = getattr(model_args, "num_levels", 0)
+        # a pipeline's passes over shapes and microbatches are not those of the step alone: measured 1e-3 off one process
+        if self.num_levels and (compiles_model(job_config) or parallel_dims.pp_enabled):
+            reason = "not supported in a pipeline" if parallel_dims.pp_enabled else "compiled blocks call no hooks"
+            logger.info(f"states and timescales of the levels are not logged: {reason}")
+            self.num_levels = 0
         super().__init__(job_config, parallel_dims, tag)
         self.jsonl: JSONLLogger | None = None
         self.started = False
@@ -121,15 +120,11 @@ class JSONLMetricsProcessor(MetricsProcessor):
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         """As torchtitan's, with the tokens of all steps: its own count is wrong after a resume on other ranks."""
-        training, dims = self.job_config.training, self.parallel_dims
-        batch = training.global_batch_size
-        if batch < 0:
-            batch = training.local_batch_size * dims.dp_replicate * dims.dp_shard
-        bits = global_avg_loss / math.log(2)
-        metrics = {**(extra_metrics or {}), "n_tokens_seen": step * batch * training.seq_len, "bits_per_token": bits}
-        # what `build_dataloader` found; torchtitan builds this processor from the configuration alone
-        if (bytes_per_token := getattr(self.job_config, "train_bytes_per_token", None)) is not None:
-            metrics["bits_per_byte"] = bits / bytes_per_token
+        dims, bits = self.parallel_dims, global_avg_loss / math.log(2)
+        tokens = global_batch_size(self.job_config, dims.dp_replicate * dims.dp_shard) * self.job_config.training.seq_len
+        metrics = {**(extra_metrics or {}), "n_tokens_seen": step * tokens, "bits_per_token": bits}
+        if (num_bytes := bytes_per_token(self.job_config)) is not None:
+            metrics["bits_per_byte"] = bits / num_bytes
         if self.states is not None:
             metrics |= self.states.collect(utils.device_type)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, metrics)
@@ -153,16 +148,6 @@ class JSONLMetricsProcessor(MetricsProcessor):
                 self.states.arm()
             else:
                 self.states.disarm()
-
-
-def build_metrics_processor(
-    job_config: JobConfig,
-    parallel_dims: ParallelDims,
-    model_args: BaseModelArgs | None = None,
-    tag: str | None = None,
-) -> JSONLMetricsProcessor:
-    """`build_metrics_processor_fn` of all three families, with torchtitan's signature."""
-    return JSONLMetricsProcessor(job_config, parallel_dims, model_args, tag)
 
 
 def _number(value: Any) -> Any:

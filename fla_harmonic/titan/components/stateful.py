@@ -1,9 +1,9 @@
 """
-Training whose states outlive a batch: consecutive text in every row, the states that a row ended with at its next batch's
-start, and both in the trainer's checkpoint.
+Training whose states outlive a batch: every row reads consecutive text and starts a batch from the states that it ended the
+last one with.
 
 The loader owns the states. They travel to the model in the batch, and to the checkpoint in the loader's state, one entry
-for each stream of text: so a run resumes on other ranks, or with other accumulation, as long as the streams are the same.
+per stream of text: a run resumes on other ranks, or with other accumulation, as long as the streams are the same.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchtitan.protocols.train_spec import get_train_spec
-from torchtitan.tools.logging import logger
 
-from fla_harmonic.text.tokenizers import TextTokenizer
-from fla_harmonic.titan.components import dataloader as data
-from fla_harmonic.titan.components.budget import keep_token_budget, warn_of_another_budget
-from fla_harmonic.titan.components.dataloader import Batch, TokenWindows, WindowLoader
+from fla_harmonic.text.windows import Batch, TokenWindows
 from fla_harmonic.titan.components.states import LayerLayout, LayerState, States, zero_states
-from fla_harmonic.titan.config import harmonic_section
+from fla_harmonic.titan.components.window_loader import WindowLoader
 
 
 class RowStates:
@@ -35,37 +30,35 @@ class RowStates:
         streams (Sequence[int]):
             The stream that each of the B rows belongs to.
         continues (torch.Tensor):
-            Whether a row goes on where its stream stopped, `[B]` bool.
+            Whether a row continues where its stream stopped, `[B]` bool.
     """
 
     def __init__(self, store: dict[int, States], streams: Sequence[int], continues: torch.Tensor) -> None:
         self.store, self.streams, self.continues = store, streams, continues
 
     def read(self, device: torch.device) -> tuple[States, torch.Tensor]:
-        """The rows' states, `[B, ...]` each, and which rows go on with them."""
-        rows = [self.store[stream] for stream in self.streams]
-        states = [_join(layer).map(lambda x: x.to(device)) for layer in zip(*rows, strict=True)]
+        """The rows' states, `[B, ...]` each, and which rows continue with them."""
+        states = []
+        for rows in zip(*(self.store[stream] for stream in self.streams), strict=True):
+            levels = tuple(torch.cat(level).to(device) for level in zip(*(row.levels for row in rows), strict=True))
+            convs = [row.conv for row in rows if row.conv is not None]
+            states.append(LayerState(levels, torch.cat(convs).to(device) if convs else None))
         return states, self.continues.to(device)
 
     def write(self, states: States) -> None:
         """Replace the rows' states, without their gradient."""
+
+        def copied(x: torch.Tensor, row: int) -> torch.Tensor:
+            # a new tensor: an asynchronous checkpoint may still be writing the old one
+            return x[row:row + 1].detach().float().clone()
+
         for row, stream in enumerate(self.streams):
-            # new tensors: an asynchronous checkpoint may still be writing the old ones
-            self.store[stream] = [state.map(partial(_row, row)) for state in states]
-
-
-def _row(row: int, x: torch.Tensor) -> torch.Tensor:
-    return x[row:row + 1].detach().float().clone()
-
-
-def _join(rows: Sequence[LayerState]) -> LayerState:
-    levels = tuple(torch.cat(level) for level in zip(*(row.levels for row in rows), strict=True))
-    return LayerState(levels, None if rows[0].conv is None else torch.cat([row.conv for row in rows if row.conv is not None]))
+            self.store[stream] = [state.map(partial(copied, row=row)) for state in states]
 
 
 class StreamLoader(WindowLoader):
     """
-    Endless batches for one data-parallel rank in which every row goes on where it stopped in the batch before.
+    Endless batches for one data-parallel rank in which every row continues where it stopped in the batch before.
 
     The windows are cut into as many streams of equal length as the global batch has rows; what is left over at the end is
     not read. A global step reads the next window of each stream. After its last window a stream begins again, from zeros.
@@ -81,17 +74,11 @@ class StreamLoader(WindowLoader):
             As for `WindowLoader`; the seed is not used.
 
     Raises:
-        ValueError: there are fewer windows than streams, or the batch sizes do not fit.
+        ValueError: there are fewer windows than streams.
     """
 
     def __init__(self, windows: TokenWindows, *, streams: int, layout: Sequence[LayerLayout], **kwargs: Any) -> None:
         super().__init__(windows, **kwargs)
-        batch = self.local_batch_size * self.dp_world_size
-        if streams < 1 or streams % batch:
-            raise ValueError(
-                f"expected the streams, the rows of the global batch, to be a multiple of local_batch_size x dp_world_size = "
-                f"{self.local_batch_size} x {self.dp_world_size}, but got {streams}"
-            )
         if streams > len(windows):
             raise ValueError(
                 f"expected at least one window of seq_len {windows.seq_len} for each of the {streams} rows of the global "
@@ -133,31 +120,28 @@ class StreamLoader(WindowLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not state_dict:
             return
-        if (streams := state_dict.get("streams")) != self.streams:
-            raise ValueError(
-                f"expected the states of {self.streams} streams, the rows of the global batch, but the checkpoint has those "
-                f"of {streams}. Remedy: [training] global_batch_size = {streams}, or leave the loader out with [checkpoint] "
-                "exclude_from_loading"
-            )
         # the states belong to the text before the next window, which other windows or another text move elsewhere
-        found, expected = ((s["seq_len"], s["windows_of_stream"]) for s in (state_dict, self.state_dict()))
+        expected, found = (
+            "{streams} streams of {windows_of_stream} windows of seq_len {seq_len}".format_map(
+                dict.fromkeys(("streams", "windows_of_stream", "seq_len")) | state)
+            for state in (self.state_dict(), state_dict)
+        )
         if found != expected:
             raise ValueError(
-                f"expected states of streams of {expected[1]} windows of seq_len {expected[0]}, but the checkpoint has those "
-                f"of {found[1]} windows of seq_len {found[0]}. Remedy: the [training] seq_len and dataset that it was written "
-                "with, or leave the loader out with [checkpoint] exclude_from_loading"
+                f"expected the states of {expected}, but the checkpoint has those of {found}. Remedy: the [training] "
+                "global_batch_size, seq_len and dataset that it was written with, or leave the loader out with [checkpoint] "
+                "exclude_from_loading"
             )
-        windows = state_dict["stream_windows"]
         for stream in self.states:
             named = state_dict["states"][str(stream)]
             self.states[stream] = [
                 LayerState(
-                    tuple(named[f"{index}"][f"level_{level}"] for level in range(len(layer.levels))),
-                    None if layer.conv is None else named[f"{index}"]["conv"],
+                    tuple(named[str(index)][f"level_{level}"] for level in range(len(layer.levels))),
+                    None if layer.conv is None else named[str(index)]["conv"],
                 )
                 for index, layer in enumerate(self.layout)
             ]
-        self.consumed = windows
+        self.consumed = state_dict["stream_windows"]
 
 
 def _named(states: States) -> dict[str, dict[str, torch.Tensor]]:
@@ -166,31 +150,3 @@ def _named(states: States) -> dict[str, dict[str, torch.Tensor]]:
         tensors = {f"level_{level}": x for level, x in enumerate(state.levels)}
         named[str(index)] = tensors if state.conv is None else tensors | {"conv": state.conv}
     return named
-
-
-def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: TextTokenizer, job_config: Any) -> WindowLoader:
-    """
-    `build_dataloader_fn` of all three families: `data.build_dataloader`, with `harmonic.stateful` on consecutive text.
-
-    The trainer reads length, batches, steps and schedule after this call: those of `data.budget_seq_len` hold for all of it.
-
-    Raises:
-        ValueError: as `data.build_dataloader` and `keep_token_budget`, or the model has layers without a state to carry.
-        FileNotFoundError: the corpus is not there.
-    """
-    keep_token_budget(job_config, dp_world_size)
-    warn_of_another_budget(job_config, dp_world_size)
-    if not harmonic_section(job_config).stateful:
-        return data.build_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
-    streams = job_config.training.global_batch_size
-    if streams <= 0:
-        streams = job_config.training.local_batch_size * dp_world_size
-    args = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
-    make = partial(StreamLoader, streams=streams, layout=args.state_layout())
-    loader = data.build_dataloader(dp_world_size, dp_rank, tokenizer, job_config, make)
-    assert isinstance(loader, StreamLoader)
-    left = len(loader.windows) - streams * loader.stream_windows
-    logger.info(f"stateful: {streams:,} streams of {loader.stream_windows:,} windows; {left:,} windows are not read")
-    if not loader.document_ids and len(loader.windows.document_starts) > 1:
-        logger.warning("states run on from one document into the next: [data] reset_documents = true resets them there")
-    return loader

@@ -22,8 +22,8 @@ from torchtitan.distributed.context_parallel import prepare_context_parallel_inp
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from fla_harmonic.text.tokenizers import ByteTokenizer, TextTokenizer
-from fla_harmonic.titan.components.dataloader import TokenSplit, check_vocabulary, evaluation_batches, load_split
+from fla_harmonic.text import ByteTokenizer, TextTokenizer, TokenSplit, evaluation_batches, load_split
+from fla_harmonic.titan.components.dataloader import check_vocabulary
 from fla_harmonic.titan.config import data_section, loss_in_model
 
 # what `[validation] dataset` is where the job leaves it out; no dataset of ours has this name
@@ -34,31 +34,14 @@ class SplitValidator(BaseValidator):
     """
     Scores the validation split at step 1, every `validation.freq` steps and at the last one.
 
-    `[validation] steps = -1` scores every token but the first once; `steps = n` the first n batches of
-    `local_batch_size` windows a data-parallel rank, the same ones each time. A window of `seq_len` tokens knows nothing of
-    the text before it. Losses are those of the training loss, summed in float64: two validations without an update in
-    between agree in every bit. Training goes on as it would have without: no random number is drawn, and its throughput
-    counts neither the tokens nor the time of a validation.
+    `[validation] steps = -1` scores every token but the first once; `steps = n` the first n batches of `local_batch_size`
+    windows per data-parallel rank, the same ones each time. A window of `seq_len` tokens knows nothing of the text before
+    it. Losses are those of the training loss, summed in float64: two validations without an update in between agree in every
+    bit. Training continues as it would have without: no random number is drawn, and its throughput counts neither the tokens
+    nor the time of a validation.
 
-    Args:
-        job_config (JobConfig):
-            The job. `[validation] dataset` left out is the training corpus.
-        tokenizer (TextTokenizer):
-            The job's tokenizer.
-        parallel_dims (ParallelDims):
-            Meshes; the loss is summed over those of the data.
-        dp_world_size, dp_rank (int):
-            The data-parallel degree, and which of its ranks this is.
-        loss_fn (LossFunction):
-            The job's loss, summed over the labels of a batch.
-        validation_context, maybe_enable_amp:
-            The trainer's contexts of a forward pass.
-        metrics_processor (MetricsProcessor):
-            Where results go.
-        pp_schedule (_PipelineSchedule, Optional):
-            The trainer's pipeline. Default: `None`.
-        pp_stages (tuple[bool, bool]):
-            Whether this rank has the first and the last stage of it.
+    The arguments are those of torchtitan's `build_validator_fn`, which this is for all families. `[validation] dataset` left
+    out is the training corpus.
 
     Raises:
         ValueError: the job's validation is not supported, or its text does not fit the model.
@@ -68,21 +51,23 @@ class SplitValidator(BaseValidator):
     def __init__(
         self,
         job_config: JobConfig,
-        *,
-        tokenizer: TextTokenizer,
-        parallel_dims: ParallelDims,
         dp_world_size: int,
         dp_rank: int,
+        tokenizer: TextTokenizer,
+        parallel_dims: ParallelDims,
         loss_fn: LossFunction,
         validation_context: Callable[[], AbstractContextManager[None]],
         maybe_enable_amp: AbstractContextManager[None],
         metrics_processor: MetricsProcessor,
         pp_schedule: _PipelineSchedule | None = None,
-        pp_stages: tuple[bool, bool] = (True, True),
+        pp_has_first_stage: bool | None = None,
+        pp_has_last_stage: bool | None = None,
     ) -> None:
         super().__init__(job_config)
         check_validation(job_config, parallel_dims)
-        self.pp_schedule, (self.is_first_stage, self.is_last_stage) = pp_schedule, pp_stages
+        self.pp_schedule, self.is_first_stage = pp_schedule, pp_has_first_stage
+        # torchtitan says None where it has no pipeline
+        self.is_last_stage = pp_schedule is None or pp_has_last_stage
         self.parallel_dims, self.dp_world_size, self.dp_rank = parallel_dims, dp_world_size, dp_rank
         self.loss_fn, self.validation_context, self.maybe_enable_amp = loss_fn, validation_context, maybe_enable_amp
         self.metrics_processor = metrics_processor
@@ -100,7 +85,7 @@ class SplitValidator(BaseValidator):
         logger.info(
             f"validation: {self.targets:,} of {len(self.split.tokens) - 1:,} labels of the validation split of {dataset}, in "
             f"windows of {config.seq_len:,} tokens; {self.num_bytes:,.0f} bytes"
-            + ("" if isinstance(tokenizer, ByteTokenizer) else " at the split's mean bytes a token")
+            + ("" if isinstance(tokenizer, ByteTokenizer) else " at the split's mean bytes per token")
         )
         if config.seq_len > training.seq_len:
             logger.warning(
@@ -234,34 +219,3 @@ def scored_bytes(split: TokenSplit, tokenizer: TextTokenizer, targets: int) -> f
     # an end of text before each next document, and one more at the end where nothing cuts the last document
     ends = np.append(split.document_starts[1:], len(split.tokens))[:added] - 1
     return targets - int(((ends >= 1) & (ends <= targets)).sum())
-
-
-def build_validator(
-    job_config: JobConfig,
-    dp_world_size: int,
-    dp_rank: int,
-    tokenizer: TextTokenizer,
-    parallel_dims: ParallelDims,
-    loss_fn: LossFunction,
-    validation_context: Callable[[], AbstractContextManager[None]],
-    maybe_enable_amp: AbstractContextManager[None],
-    metrics_processor: MetricsProcessor,
-    pp_schedule: _PipelineSchedule | None = None,
-    pp_has_first_stage: bool | None = None,
-    pp_has_last_stage: bool | None = None,
-) -> SplitValidator:
-    """`build_validator_fn` of all three families, with torchtitan's signature; see `SplitValidator`."""
-    return SplitValidator(
-        job_config,
-        tokenizer=tokenizer,
-        parallel_dims=parallel_dims,
-        dp_world_size=dp_world_size,
-        dp_rank=dp_rank,
-        loss_fn=loss_fn,
-        validation_context=validation_context,
-        maybe_enable_amp=maybe_enable_amp,
-        metrics_processor=metrics_processor,
-        pp_schedule=pp_schedule,
-        # torchtitan says None of stages where it has no pipeline
-        pp_stages=(True, True) if pp_schedule is None else (bool(pp_has_first_stage), bool(pp_has_last_stage)),
-    )

@@ -35,10 +35,10 @@ from fla_harmonic.hallamonic.families import head_size
 from fla_harmonic.hallamonic.modeling_hallamonic import HarmonicMixer
 from fla_harmonic.layers.harmonic import TIMESCALES
 from fla_harmonic.ops.harmonic.context_parallel import CPContext
-from fla_harmonic.titan.components.dataloader import WindowLoader
 from fla_harmonic.titan.components.init import init_from_reference
 from fla_harmonic.titan.components.loss import TiedHead
 from fla_harmonic.titan.components.stateful import RowStates
+from fla_harmonic.titan.components.window_loader import WindowLoader
 from fla_harmonic.titan.config import data_section, hallamonic_section
 from fla_harmonic.titan.models.hf_model import HFModel, HFModelArgs
 

@@ -10,11 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from fla_harmonic.text.corpus import load_documents
-from fla_harmonic.text.tokenizers import ByteTokenizer, JsonTokenizer
-from fla_harmonic.titan.components import dataloader as data_module
-from fla_harmonic.titan.components.dataloader import TokenSplit, load_split
-from fla_harmonic.titan.config import Data
+from fla_harmonic.text import ByteTokenizer, JsonTokenizer, TextOptions, TokenSplit, load_documents, load_split, token_files
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +46,7 @@ def test_byte_splits_of_the_novels_are_their_bytes_and_one_end_of_text() -> None
 
 def test_one_document_has_no_end_of_text(text_file: Path, bpe_folder: Path, tmp_path) -> None:
     tokenizer = JsonTokenizer(bpe_folder)
-    split = load_split("text", text_file, "train", tokenizer, Data(cache_dir=str(tmp_path)))
+    split = load_split("text", text_file, "train", tokenizer, TextOptions(cache_dir=str(tmp_path)))
     text = text_file.read_bytes()[:36_000]
     assert split.num_bytes == 36_000
     assert split.tokens.dtype == np.uint16
@@ -62,15 +58,15 @@ def test_one_document_has_no_end_of_text(text_file: Path, bpe_folder: Path, tmp_
 def load(text_file: Path, folder: Path, cache: Path | str, monkeypatch, split: str = "train") -> tuple[TokenSplit, int]:
     """The split, and how often it was tokenized for that."""
     calls = []
-    tokenize = data_module.tokenize
+    tokenize = token_files.tokenize
 
     def counted(*args, **kwargs):
         calls.append(args)
         return tokenize(*args, **kwargs)
 
-    monkeypatch.setattr(data_module, "tokenize", counted)
-    result = load_split("text", text_file, split, JsonTokenizer(folder), Data(cache_dir=str(cache)))
-    monkeypatch.setattr(data_module, "tokenize", tokenize)
+    monkeypatch.setattr(token_files, "tokenize", counted)
+    result = load_split("text", text_file, split, JsonTokenizer(folder), TextOptions(cache_dir=str(cache)))
+    monkeypatch.setattr(token_files, "tokenize", tokenize)
     return result, len(calls)
 
 
@@ -134,7 +130,7 @@ def test_cache_that_cannot_be_written_only_warns(text_file, bpe_folder, tmp_path
 
     with caplog.at_level(logging.WARNING):
         assert_equal(load(text_file, bpe_folder, tmp_path / "a_file" / "cache", monkeypatch)[0], expected)
-        monkeypatch.setattr(data_module.np, "savez", fail)
+        monkeypatch.setattr(token_files.np, "savez", fail)
         split, built = load(text_file, bpe_folder, tmp_path / "full", monkeypatch)
     assert built == 1
     assert_equal(split, expected)
@@ -157,17 +153,17 @@ def test_cache_folder_follows_the_environment(text_file, bpe_folder, tmp_path, m
 def test_ranks_at_once_agree_and_tokenize_once(text_file, bpe_folder, tmp_path, monkeypatch, has_locks: bool) -> None:
     # a file lock holds between threads as between processes; without it, on some file systems, each rank writes the file
     if not has_locks:
-        monkeypatch.setattr(data_module, "FileLock", contextlib.nullcontext)
+        monkeypatch.setattr(token_files, "FileLock", contextlib.nullcontext)
     expected, _ = load(text_file, bpe_folder, tmp_path / "alone", monkeypatch)
-    tokenize, calls = data_module.tokenize, []
+    tokenize, calls = token_files.tokenize, []
 
     def slow(*args, **kwargs):
         calls.append(args)
         time.sleep(0.2)
         return tokenize(*args, **kwargs)
 
-    monkeypatch.setattr(data_module, "tokenize", slow)
-    settings, tokenizer = Data(cache_dir=str(tmp_path / "cache")), JsonTokenizer(bpe_folder)
+    monkeypatch.setattr(token_files, "tokenize", slow)
+    settings, tokenizer = TextOptions(cache_dir=str(tmp_path / "cache")), JsonTokenizer(bpe_folder)
     with ThreadPoolExecutor(4) as ranks:
         splits = list(ranks.map(lambda _: load_split("text", text_file, "train", tokenizer, settings), range(4)))
     for split in splits:

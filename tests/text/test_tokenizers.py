@@ -1,6 +1,5 @@
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer
 
 from fla_harmonic.text.corpus import load_documents
-from fla_harmonic.text.tokenizers import ByteTokenizer, JsonTokenizer, build_tokenizer, smallest_dtype, tokenize
-from fla_harmonic.titan.config import Data, JobConfig, data_section
+from fla_harmonic.text.tokenizers import ByteTokenizer, JsonTokenizer, smallest_dtype, tokenize
 
 CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 texts = st.text(st.characters(exclude_categories=["Cs"]))
@@ -223,15 +221,6 @@ def test_missing_or_broken_files_are_named_with_a_remedy(gpt2_json: str, tmp_pat
     for wrong in ("<|nowhere|>", {"content": 3}, 3):
         with pytest.raises(ValueError, match=r"eos_token to be a token of the vocabulary.*do not belong together"):
             JsonTokenizer(write(tmp_path, gpt2_json, {"eos_token": wrong}))
-
-
-def test_build_tokenizer_follows_the_data_section(gpt2_json: str, tmp_path) -> None:
-    model = SimpleNamespace(hf_assets_path=str(write(tmp_path, gpt2_json)))
-    assert isinstance(build_tokenizer(SimpleNamespace(model=model)), JsonTokenizer)
-    assert isinstance(build_tokenizer(SimpleNamespace(model=model, data=Data(tokenizer="bytes"))), ByteTokenizer)
-    with pytest.raises(ValueError, match="'bytes' or 'hf', got 'byte'"):
-        build_tokenizer(SimpleNamespace(model=model, data=Data(tokenizer="byte")))
-    assert data_section(SimpleNamespace()) == data_section(JobConfig()) == Data()
 
 
 # joined documents
