@@ -3,14 +3,16 @@ PYTHON ?= python3
 VENV ?= .venv
 THREADS ?= 2
 RUN = OMP_NUM_THREADS=$(THREADS) $(VENV)/bin/python
+TEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(THREADS) --dist loadfile
 TRAIN = $(VENV)/bin/torchrun --standalone --nproc_per_node=1 -m torchtitan.train --job.config_file
 
-.PHONY: train compare test lowest bench clean
+.PHONY: train compare lint check test lowest bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install -q "pip>=25.1"  # dependency groups
 	$(VENV)/bin/pip install -q -c constraints.txt torch
-	$(VENV)/bin/pip install -q -c constraints.txt -e ".[dev]"
+	$(VENV)/bin/pip install -q -c constraints.txt -e ".[titan]" --group dev
 	touch $@
 
 train: $(VENV)/.installed
@@ -23,10 +25,16 @@ train: $(VENV)/.installed
 compare: $(VENV)/.installed
 	$(RUN) -m eval.crossover --preset compare --stages shared --out outputs/compare
 
-test: $(VENV)/.installed
+lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(THREADS) --dist loadfile
+
+# the fast loop: no test that starts a process
+check: lint
+	$(TEST) -m "not processes and not slow"
+
+test: lint
+	$(TEST)
 
 lowest: $(VENV)/.installed
 	$(VENV)/bin/nox -s lowest

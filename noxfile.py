@@ -10,23 +10,23 @@ nox.options.reuse_existing_virtualenvs = True
 THREADS = {"OMP_NUM_THREADS": "1"}
 
 
-def _install(session: nox.Session, constraints: str, target: str) -> None:
+def _install(session: nox.Session, constraints: str, *targets: str) -> None:
     # torch by itself first, as in the Makefile: the cheapest build that satisfies the constraint
     session.install("-c", constraints, "torch")
-    session.install("-c", constraints, "-e", target)
+    session.install("-c", constraints, "-e", *targets)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """The tests with the pinned versions."""
-    _install(session, "constraints.txt", ".[test]")
+    _install(session, "constraints.txt", ".[titan]", "--group", "test")
     session.run("python", "-m", "pytest", *session.posargs, env=THREADS)
 
 
 @nox.session
 def lowest(session: nox.Session) -> None:
     """The tests with the lowest versions that pyproject.toml allows."""
-    _install(session, "constraints-lowest.txt", ".[test]")
+    _install(session, "constraints-lowest.txt", ".[titan]", "--group", "test")
     session.run("python", "-m", "pytest", *session.posargs, env=THREADS)
 
 

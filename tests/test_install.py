@@ -12,13 +12,12 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# what the tests run with; the other extras are tools, and kernels for CUDA
-TESTED = ("titan", "eval", "test")
-REQUIREMENTS = [
-    requirement
-    for text in (*PROJECT["dependencies"], *(text for extra in TESTED for text in PROJECT["optional-dependencies"][extra]))
-    if (requirement := Requirement(text)).name != PROJECT["name"]]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, GROUPS = PYPROJECT["project"], PYPROJECT["dependency-groups"]
+# what the tests run with; the group `dev` is tools, the extra `mamba` kernels for CUDA
+REQUIREMENTS = [Requirement(text) for text in (
+    *PROJECT["dependencies"], *PROJECT["optional-dependencies"]["titan"],
+    *(text for group in ("eval", "test") for text in GROUPS[group] if isinstance(text, str)))]
 
 # the packages that only the extras bring
 WITHOUT_EXTRAS = """

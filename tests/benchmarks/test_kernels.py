@@ -3,6 +3,8 @@ import pytest
 from benchmarks.kernels import KERNELS, compile_kernel
 
 
+# Triton calls its assembler
+@pytest.mark.processes
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("harmonic", [True, False], ids=["harmonic", "linear"])
 @pytest.mark.parametrize("name", KERNELS)
