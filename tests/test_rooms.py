@@ -152,10 +152,7 @@ def private_names() -> set[str]:
 KNOWN_ARROWS: set[str] = {
     "fla_harmonic.titan.distributed.segments -> fla_harmonic.titan.patches.cpu",
 }
-KNOWN_CIRCLES: set[str] = {
-    "eval.study.cells -> eval.study.run_cell",
-    "eval.study.run_cell -> eval.study.cells",
-}
+KNOWN_CIRCLES: set[str] = set()
 KNOWN_PRIVATE_NAMES: set[str] = {
     "fla_harmonic.ops.mamba.numba_loops -> fla_harmonic.ops.harmonic.numba_scan _clamp",
     "fla_harmonic.ops.mamba.numba_loops -> fla_harmonic.ops.harmonic.numba_scan _compile",
