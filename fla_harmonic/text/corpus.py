@@ -85,12 +85,6 @@ def split_documents(documents: list[bytes], split: str) -> list[bytes]:
     5% test, by position in the concatenated documents. A document across a border is cut there, at the start of the UTF-8
     character that holds the border, so that the three splits concatenated are the whole text.
 
-    Args:
-        documents (list[bytes]):
-            The whole corpus, as `load_documents` returns it.
-        split (str):
-            "train", "validation" or "test".
-
     Returns:
         The documents, and parts of documents, of the split; none is empty.
 

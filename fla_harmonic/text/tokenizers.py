@@ -34,7 +34,7 @@ class TextTokenizer(ABC):
         bos_id, eos_id (int | None):
             Ids of the tokens before and after a document, equal in some vocabularies. Never added unless asked for.
         fingerprint (str | None):
-            Changes whenever the same text could get other ids; None where encoding costs less than reading a cache.
+            Changes whenever the same text could get other ids; None where encoding is cheaper than a cache.
     """
 
     bos_id: int | None = None
@@ -50,10 +50,15 @@ class TextTokenizer(ABC):
         """
         ids = self._encode(text)
         if add_bos:
-            ids.insert(0, _required(self.bos_id, "beginning of text (bos)"))
+            ids.insert(0, self._special_id("bos_id"))
         if add_eos:
-            ids.append(_required(self.eos_id, "end of text (eos)"))
+            ids.append(self._special_id("eos_id"))
         return ids
+
+    def _special_id(self, name: str) -> int:
+        if (token_id := getattr(self, name)) is None:
+            raise ValueError(f"the tokenizer has no {name}: name the token in its tokenizer_config.json, or do not ask for it")
+        return token_id
 
     @abstractmethod
     def _encode(self, text: str | bytes) -> list[int]:
@@ -61,7 +66,7 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def encode_documents(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
-        """Token ids of each document, `[tokens]` of an unsigned type: equal to `encode(document)`, faster."""
+        """Token ids of each document, `[tokens]` of the smallest unsigned type: as `encode(document)`, faster."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -78,8 +83,7 @@ class TextTokenizer(ABC):
 
 class ByteTokenizer(TextTokenizer):
     """
-    The UTF-8 bytes of the text: 256 ids, each the value of its byte. NUL, which does not occur in text, both ends a
-    document and stands before the first.
+    The UTF-8 bytes of the text, 256 ids. NUL, which does not occur in text, is both the beginning and the end of text.
     """
 
     bos_id = eos_id = 0
@@ -115,8 +119,8 @@ class JsonTokenizer(TextTokenizer):
 
     Args:
         path (str | PathLike):
-            A tokenizer.json, or the folder that holds it. A tokenizer_config.json beside it names the beginning and end
-            of text (null is none); without, they are recognised by their usual names, or are None.
+            A tokenizer.json, or its folder. A tokenizer_config.json beside it names the beginning and end of text (null is
+            none); without, they are recognised by their usual names, or are None.
 
     Raises:
         FileNotFoundError: no tokenizer.json is there.
@@ -139,33 +143,39 @@ class JsonTokenizer(TextTokenizer):
         # a file saved from a model of fixed length would silently cut or pad each document
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.config = _read_config(file.with_name("tokenizer_config.json"))
-        self.bos_token = self._special_token("bos_token", BOS_TOKENS)
-        self.eos_token = self._special_token("eos_token", EOS_TOKENS)
-        self.bos_id = None if self.bos_token is None else self.tokenizer.token_to_id(self.bos_token)
-        self.eos_id = None if self.eos_token is None else self.tokenizer.token_to_id(self.eos_token)
+        self.config: dict[str, Any] = {}
+        if (config := file.with_name("tokenizer_config.json")).is_file():
+            try:
+                self.config = {**json.loads(config.read_text(encoding="utf-8"))}
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{config} is not a JSON object: {error}; repair or remove it") from error
+        self.bos_token, self.bos_id = self._special_token("bos_token", BOS_TOKENS)
+        self.eos_token, self.eos_id = self._special_token("eos_token", EOS_TOKENS)
         identity = f"{tokenizers.__version__} {self.eos_id} {self.tokenizer.to_str()}"
         self.fingerprint = hashlib.sha256(identity.encode("utf-8")).hexdigest()
 
-    def _special_token(self, key: str, usual: tuple[str, ...]) -> str | None:
-        if key not in self.config:
+    def _special_token(self, key: str, usual: tuple[str, ...]) -> tuple[str | None, int | None]:
+        if key in self.config:
+            token = self.config[key]
+            token = token.get("content") if isinstance(token, dict) else token
+        else:
             special = {token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special}
-            return next((token for token in usual if token in special), None)
-        token = self.config[key]
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is not None and (not isinstance(token, str) or self.tokenizer.token_to_id(token) is None):
+            token = next((token for token in usual if token in special), None)
+        if token is None:
+            return None, None
+        if not isinstance(token, str) or (token_id := self.tokenizer.token_to_id(token)) is None:
             raise ValueError(
-                f"tokenizer_config.json: expected {key} to be a token of the vocabulary of tokenizer.json, got "
-                f"{self.config[key]!r}; the two files do not belong together"
+                f"tokenizer_config.json: expected {key} to be a token of the vocabulary of tokenizer.json, got {token!r}; the "
+                "two files do not belong together"
             )
-        return token
+        return token, token_id
 
     def _encode(self, text: str | bytes) -> list[int]:
         text = text if isinstance(text, str) else text.decode("utf-8")
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, documents: Iterable[bytes], piece_characters: int = 1 << 20) -> Iterator[np.ndarray]:
-        dtype = smallest_dtype(self.get_vocab_size())
+        dtype = np.min_scalar_type(self.get_vocab_size() - 1)
         batch: list[tuple[str, bool]] = []
         parts: list[np.ndarray] = []
 
@@ -228,11 +238,6 @@ class JsonTokenizer(TextTokenizer):
         _write_pretrained(directory, saved, config | {key: token for key, token in tokens.items() if token is not None})
 
 
-def smallest_dtype(vocab_size: int) -> type[np.unsignedinteger]:
-    """The smallest of uint8, uint16 and uint32 that holds every id below `vocab_size`."""
-    return np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.uint32
-
-
 def tokenize(
     documents: list[bytes], tokenizer: TextTokenizer, *, append_eos: bool, is_cut: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -264,38 +269,18 @@ def tokenize(
                     f"document {number} holds NUL at byte {position}, which is the end of text of the bytes tokenizer: "
                     'remove it, or choose [data] tokenizer = "hf"'
                 )
-    dtype = smallest_dtype(tokenizer.get_vocab_size())
-    parts, starts, length = [], [], 0
-    for number, ids in enumerate(tokenizer.encode_documents(documents)):
-        if append_eos and not (is_cut and number == len(documents) - 1):
-            ids = np.append(ids, np.asarray(tokenizer.eos_id, dtype=dtype))
+    parts = []
+    for number, ids in enumerate(tokenizer.encode_documents(documents), start=1):
+        if append_eos and not (is_cut and number == len(documents)):
+            ids = np.append(ids, np.asarray(tokenizer.eos_id, dtype=ids.dtype))
         # a tokenizer may drop every character of a short document
         if len(ids):
-            parts.append(ids.astype(dtype, copy=False))
-            starts.append(length)
-            length += len(ids)
+            parts.append(ids)
     if not parts:
         raise ValueError(f"the tokenizer gives no token for {sum(map(len, documents))} bytes of text: check tokenizer.json")
+    starts = np.cumsum([0, *map(len, parts[:-1])], dtype=np.int64)
     # bytes of one document need no copy
-    return parts[0] if len(parts) == 1 else np.concatenate(parts), np.asarray(starts, dtype=np.int64)
-
-
-def _required(token_id: int | None, name: str) -> int:
-    if token_id is None:
-        raise ValueError(f"the tokenizer has no {name} token: name one in its tokenizer_config.json, or do not ask for it")
-    return token_id
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; repair or remove it") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(config).__name__}; repair or remove it")
-    return config
+    return parts[0] if len(parts) == 1 else np.concatenate(parts), starts
 
 
 def _write_pretrained(directory: str | os.PathLike, tokenizer: Tokenizer, config: dict[str, Any]) -> None:

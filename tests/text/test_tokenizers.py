@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer
 
 from fla_harmonic.text.corpus import load_documents
-from fla_harmonic.text.tokenizers import ByteTokenizer, JsonTokenizer, smallest_dtype, tokenize
+from fla_harmonic.text.tokenizers import ByteTokenizer, JsonTokenizer, tokenize
 
 CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 texts = st.text(st.characters(exclude_categories=["Cs"]))
@@ -143,7 +143,7 @@ def test_config_names_special_tokens_as_strings_or_objects_or_none(gpt2_json: st
     assert tokenizer.eos_id == tokenizer.tokenizer.token_to_id("a")
     assert tokenizer.bos_id is None
     assert tokenizer.encode("b", add_eos=True)[-1] == tokenizer.eos_id
-    with pytest.raises(ValueError, match=r"no beginning of text \(bos\).*tokenizer_config"):
+    with pytest.raises(ValueError, match=r"no bos_id.*tokenizer_config"):
         tokenizer.encode("b", add_bos=True)
 
 
@@ -197,7 +197,7 @@ def test_vocabulary_counts_the_rows_of_an_embedding(gpt2_json: str, tmp_path) ->
     sparse["model"]["vocab"][token] = 70_000
     tokenizer = JsonTokenizer(write(tmp_path, json.dumps(sparse)))
     assert tokenizer.get_vocab_size() == 70_001
-    assert [smallest_dtype(size) for size in (256, 257, 65_536, 65_537)] == [np.uint8, np.uint16, np.uint16, np.uint32]
+    assert tokenize([b"a"], tokenizer, append_eos=False)[0].dtype == np.uint32
 
 
 def test_fingerprint_changes_with_the_vocabulary_and_the_end_of_text(gpt2_json: str, tmp_path) -> None:
@@ -214,9 +214,9 @@ def test_missing_or_broken_files_are_named_with_a_remedy(gpt2_json: str, tmp_pat
         JsonTokenizer(tmp_path)
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer\.json"):
         JsonTokenizer(write(tmp_path, "{}"))
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not JSON"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not a JSON object"):
         JsonTokenizer(write(tmp_path, gpt2_json, "{"))
-    with pytest.raises(ValueError, match="expected a JSON object, got list"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not a JSON object"):
         JsonTokenizer(write(tmp_path, gpt2_json, "[]"))
     for wrong in ("<|nowhere|>", {"content": 3}, 3):
         with pytest.raises(ValueError, match=r"eos_token to be a token of the vocabulary.*do not belong together"):

@@ -105,9 +105,9 @@ def test_another_budget_by_accident_is_an_error(override: str) -> None:
 
 
 @pytest.mark.parametrize(("overrides", "ranks", "message"), [
-    (["--data.budget_seq_len=1000"], 1, "divide the 16,384 tokens of a step, but got 1000"),
-    (["--data.budget_seq_len=1048576"], 1, "divide data.token_budget = 65,536,000, but got 1048576"),
-    (["--data.budget_seq_len=262144"], 1, "lr_scheduler.warmup_steps .* of 262,144 tokens, but got 200"),
+    (["--data.budget_seq_len=1000"], 1, "the tokens of a step, 16,384, to be a multiple of 1,000 "),
+    (["--data.budget_seq_len=1048576"], 1, "data.token_budget, 65,536,000, to be a multiple of 1,048,576 "),
+    (["--data.budget_seq_len=262144"], 1, "lr_scheduler.warmup_steps = 200 .* multiple of 262,144 "),
     (["--data.budget_seq_len=8192"], 4, "the global batch, which is 2 at data.budget_seq_len = 8192, but it is 4"),
     (["--data.budget_seq_len=8192", "--data.token_budget=0"], 1, "data.token_budget > 0"),
     (["--data.budget_seq_len=-1"], 1, "data.budget_seq_len >= 0, but got -1"),

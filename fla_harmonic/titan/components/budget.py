@@ -13,7 +13,6 @@ A step keeps its tokens as long as a sequence fits in it; where a sequence is lo
 warm-up are fewer by the same factor.
 """
 
-import math
 from typing import Any
 
 from torchtitan.tools.logging import logger
@@ -29,13 +28,6 @@ def keep_token_budget(job_config: Any, dp_world_size: int = 1) -> None:
     The global batch is split over the ranks, so that their number does not change the budget. A rank computes at most as
     many tokens at a time as `local_batch_size x seq_len` of the file, or one sequence, and accumulates gradients over the
     rest.
-
-    Args:
-        job_config (JobConfig):
-            The job; `training.seq_len`, `training.local_batch_size`, `training.global_batch_size`, `training.steps`,
-            `lr_scheduler.warmup_steps` and `lr_scheduler.total_steps` are set.
-        dp_world_size (int):
-            Data-parallel ranks. Default: 1.
 
     Raises:
         ValueError: the job as it is configured does not amount to the budget, the length does not divide it, or the ranks
@@ -61,18 +53,14 @@ def keep_token_budget(job_config: Any, dp_world_size: int = 1) -> None:
             "leave batch, seq_len and steps as the file has them, or set data.token_budget to the tokens that are meant"
         )
     old_step, microbatch = rows * training.seq_len, training.local_batch_size * training.seq_len
-    if length <= old_step and old_step % length:
-        raise ValueError(
-            f"expected data.budget_seq_len to divide the {old_step:,} tokens of a step, but got {length}. Remedy: a divisor, "
-            "or a length beyond it"
-        )
-    if budget % length:
-        raise ValueError(
-            f"expected data.budget_seq_len to divide data.token_budget = {budget:,}, but got {length}. Remedy: a divisor, or "
-            "another budget"
-        )
+    # a step has its tokens, or is one longer sequence
     step = max(length, old_step)
-    rows = step // length
+    rows = _whole("the tokens of a step", step, length, length)
+    steps = _whole("data.token_budget", budget, step, length)
+    schedule = {
+        name: _whole(f"lr_scheduler.{name} = {value} in tokens", value * old_step, step, length)
+        for name in ("warmup_steps", "total_steps") if (value := getattr(scheduler, name)) is not None
+    }
     if rows % dp_world_size:
         raise ValueError(
             f"expected the data-parallel degree to divide the global batch, which is {rows} at data.budget_seq_len = "
@@ -81,11 +69,7 @@ def keep_token_budget(job_config: Any, dp_world_size: int = 1) -> None:
     rank_rows = rows // dp_world_size
     fitting = max(1, microbatch // length)
     local_rows = max(n for n in range(1, min(fitting, rank_rows) + 1) if rank_rows % n == 0)
-    schedule = {
-        name: _rescaled(name, value, old_step, step)
-        for name in ("warmup_steps", "total_steps") if (value := getattr(scheduler, name)) is not None
-    }
-    shape = {"seq_len": length, "local_batch_size": local_rows, "global_batch_size": rows, "steps": budget // step}
+    shape = {"seq_len": length, "local_batch_size": local_rows, "global_batch_size": rows, "steps": steps}
     changes = []
     for section, values in {"training": shape, "lr_scheduler": schedule}.items():
         for name, value in values.items():
@@ -95,14 +79,14 @@ def keep_token_budget(job_config: Any, dp_world_size: int = 1) -> None:
     logger.info(f"data.budget_seq_len = {length}, {budget:,} tokens: {', '.join(changes)}")
 
 
-def _rescaled(name: str, steps: int, old_step: int, step: int) -> int:
-    """As many steps of `step` tokens as make the tokens of `steps` steps of `old_step`."""
-    if steps * old_step % step:
+def _whole(name: str, tokens: int, unit: int, length: int) -> int:
+    """How often `unit` goes into the tokens."""
+    if tokens % unit:
         raise ValueError(
-            f"expected lr_scheduler.{name} of {old_step:,} tokens each to be whole steps of {step:,} tokens, but got {steps}. "
-            f"Remedy: a multiple of {step // math.gcd(step, old_step)}"
+            f"expected {name}, {tokens:,}, to be a multiple of {unit:,} with data.budget_seq_len = {length}. Remedy: another "
+            "length, or other [training] and [lr_scheduler] that amount to data.token_budget"
         )
-    return steps * old_step // step
+    return tokens // unit
 
 
 def warn_of_another_budget(job_config: Any, dp_world_size: int) -> None:

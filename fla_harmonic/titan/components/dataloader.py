@@ -1,5 +1,7 @@
 """The training data of a torchtitan job."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,15 +81,6 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: TextTokenizer,
     check_vocabulary(split.tokens, tokenizer, job_config)
     _bytes_per_token[_text_key(job_config)] = split.num_bytes / len(split.tokens)
     windows, documents = TokenWindows(split, training.seq_len), len(split.document_starts)
-    options: dict[str, Any] = {
-        "local_batch_size": training.local_batch_size,
-        "dp_world_size": dp_world_size,
-        "dp_rank": dp_rank,
-        "seed": job_config.debug.seed or 0,
-        "document_ids": data.reset_documents,
-        "labels_in_inputs": loss_in_model(job_config),
-        "pin_memory": training.dataloader.pin_memory,
-    }
     if data.reset_documents and documents == 1:
         logger.warning("[data] reset_documents has no effect: the train split is one document")
     tokens = training.steps * rows * training.seq_len
@@ -95,12 +88,20 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: TextTokenizer,
         f"token budget: {training.steps:,} steps x {rows:,} windows x {training.seq_len:,} tokens = {tokens:,} tokens; "
         f"{training.steps * rows / len(windows):.2f} epochs of {len(windows):,} windows"
     )
-    if not harmonic_section(job_config).stateful:
-        return WindowLoader(windows, **options)
-    layout = get_train_spec(job_config.model.name).model_args[job_config.model.flavor].state_layout()
-    loader = StreamLoader(windows, streams=rows, layout=layout, **options)
-    left = len(windows) - rows * loader.stream_windows
-    logger.info(f"stateful: {rows:,} streams of {loader.stream_windows:,} windows; {left:,} windows are not read")
-    if documents > 1 and not data.reset_documents:
-        logger.warning("states run on from one document into the next: [data] reset_documents = true resets them there")
-    return loader
+    make: Callable[..., WindowLoader] = WindowLoader
+    if harmonic_section(job_config).stateful:
+        layout = get_train_spec(job_config.model.name).model_args[job_config.model.flavor].state_layout()
+        make = partial(StreamLoader, streams=rows, layout=layout)
+        logger.info(f"stateful: {rows:,} streams of {len(windows) // rows:,} windows; {len(windows) % rows:,} are not read")
+        if documents > 1 and not data.reset_documents:
+            logger.warning("states run on from one document into the next: [data] reset_documents = true resets them there")
+    return make(
+        windows,
+        local_batch_size=training.local_batch_size,
+        dp_world_size=dp_world_size,
+        dp_rank=dp_rank,
+        seed=job_config.debug.seed or 0,
+        document_ids=data.reset_documents,
+        labels_in_inputs=loss_in_model(job_config),
+        pin_memory=training.dataloader.pin_memory,
+    )

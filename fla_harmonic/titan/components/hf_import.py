@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-# what two directories of one model may differ in: ids and lengths of their texts, how weights are stored and began, and
+# what two directories of one model may differ in: ids and lengths of their texts, how weights are stored and initialised, and
 # which kernels run
 _FREE = {
     "architectures", "attn_mode", "bos_token_id", "dtype", "eos_token_id", "fuse_cross_entropy", "fuse_linear_cross_entropy",
@@ -23,14 +23,8 @@ _FREE = {
 
 def check_hf_directory(path: str | Path, expected: PreTrainedConfig) -> None:
     """
-    Compare the model in a Hugging Face directory with the one that is to be trained: tensors of the right shapes may belong
-    to a model that computes something else.
-
-    Args:
-        path (str | Path):
-            The directory.
-        expected (PreTrainedConfig):
-            Configuration of the job's flavor.
+    Compare the model in a Hugging Face directory with the job's flavor, whose configuration is `expected`: tensors of the
+    right shapes may belong to a model that computes something else.
 
     Raises:
         ValueError: the directory has no config.json, or one of another model; names the fields that differ.
@@ -40,10 +34,15 @@ def check_hf_directory(path: str | Path, expected: PreTrainedConfig) -> None:
             "expected a Hugging Face directory with a config.json in checkpoint.initial_load_path, but "
             f"{str(path)!r} has none. Remedy: name one that save_pretrained or fla_harmonic.titan.export wrote"
         )
-    found, wanted = _binding(_fields(type(expected), path)), _binding(expected.to_dict())
-    missing = object()
+    found, _ = PreTrainedConfig.get_config_dict(path)
+    if found.get("model_type") == expected.model_type:
+        # with the defaults of fields that the file leaves out
+        found = type(expected).from_dict(found).to_dict()
+    else:
+        found = {"model_type": found.get("model_type")}
+    found, wanted, missing = _binding(found), _binding(expected.to_dict()), object()
     different = [
-        f"{name} = {found.get(name, None)!r}, not {wanted[name]!r}"
+        f"{name} = {found.get(name)!r}, not {wanted[name]!r}"
         for name in sorted(wanted) if found.get(name, missing) != wanted[name]
     ]
     if different:
@@ -56,10 +55,3 @@ def check_hf_directory(path: str | Path, expected: PreTrainedConfig) -> None:
 def _binding(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields that must agree, also of the configurations within."""
     return {name: _binding(value) if isinstance(value, dict) else value for name, value in fields.items() if name not in _FREE}
-
-
-def _fields(config_class: type[PreTrainedConfig], path: str | Path) -> dict[str, Any]:
-    values, _ = PreTrainedConfig.get_config_dict(path)
-    if values.get("model_type") != config_class.model_type:
-        return {"model_type": values.get("model_type")}
-    return config_class.from_dict(values).to_dict()

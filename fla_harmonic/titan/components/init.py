@@ -28,21 +28,20 @@ def init_from_reference(
     """
     Copy into `model` the parameters and buffers of the same model, built unsharded on the CPU.
 
-    Stock torchtitan lets every rank draw its own shard, so the numbers differ from one sharding to another. Here every
-    rank draws the whole model once from the same seed and keeps its part: one rank, FSDP and HSDP begin with the same
-    bits, and the model's own initialisation is the only one. The random state of the caller is left as it was.
+    Stock torchtitan lets every rank draw its own shard, so the numbers depend on the sharding. Here every rank draws the
+    whole model from the same seed and keeps its part: one rank, FSDP and HSDP begin with the same bits, by the model's own
+    initialisation. The caller's random state stays as it was.
 
     Args:
         model (nn.Module):
-            What `to_empty` left: plain tensors or DTensors, on any device, any values.
+            What `to_empty` left, with any values: plain tensors or DTensors on any device. A stage of a pipeline too: what
+            torchtitan took out of it is left out of the comparison.
         build (Callable[[], nn.Module]):
             Returns an initialised model with the same names; it is called on the CPU.
         seed (int | None):
             Seed of the draw. Default: `torch.initial_seed()`, on which torchtitan makes all ranks agree.
         buffer_device (torch.device | None):
             Where buffers go. Default: where they are.
-
-    A stage of a pipeline is such a model too: what torchtitan took out of it is left out of the comparison.
 
     Raises:
         RuntimeError: a parameter or buffer of the one has no counterpart of the same shape in the other.
@@ -64,7 +63,7 @@ def init_from_reference(
         else:
             target.copy_(source)
 
-    # a buffer may have to change its device: it is set anew in the module that owns it
+    # a buffer may have to change its device: the module that owns it gets a new one
     owners = {clean_name(name): module for name, module in model.named_modules()}
     for name, (target, source) in _pairs("buffers", model.named_buffers(), here(reference.named_buffers())).items():
         owner, _, leaf = name.rpartition(".")

@@ -1,9 +1,9 @@
 """
-The cross entropy of the three families: summed over tokens as torchtitan divides it, and if wished a piece of the tokens at
-a time, so that the logits never exist as `[T, vocab_size]`.
+The cross entropy of all families: summed over tokens as torchtitan divides it, and optionally a chunk of tokens at a time, so
+that the logits never exist as `[T, vocab_size]`.
 
-torchtitan's loss is a function of what the model returns. A model that computes the loss itself gets the labels as an
-input of its own (`data.py`), returns the sum, and the loss function hands that on.
+torchtitan's loss is a function of what the model returns. A model that computes the loss itself gets the labels as an input
+and returns the sum, which the loss function passes on.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,12 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 class LossHead(nn.Linear):
     """
-    The output layer of a language model, that returns logits, or given labels the summed cross entropy.
-
-    As a module's forward pass, and not a function of the weight, the loss is where FSDP has the whole weight at hand.
+    The output layer of a language model: returns logits, or the summed cross entropy if it is given labels. The loss is part
+    of a module's forward pass because that is where FSDP has the whole weight.
 
     Args:
         linear (nn.Linear):
-            The layer whose weight it takes over; without bias.
+            The layer whose weight it takes over, without bias.
         chunk_tokens (int):
             Tokens whose logits exist at a time; 0: all.
     """
@@ -53,7 +52,7 @@ class LossHead(nn.Linear):
             input (torch.Tensor):
                 Hidden states of shape `[..., H]`.
             labels (torch.Tensor, Optional):
-                Token ids of shape `[...]`, int64; those of -100 do not count. Default: `None`.
+                Token ids of shape `[...]`, int64; -100 does not count. Default: `None`.
             recomputed (bool):
                 Whether this runs in a function that `torch.utils.checkpoint` repeats. Default: `False`.
 
@@ -124,7 +123,7 @@ def linear_cross_entropy(
         weight (torch.Tensor):
             Weight of shape `[V, H]`.
         labels (torch.Tensor):
-            Token ids of shape `[...]`, int64; those of -100 do not count.
+            Token ids of shape `[...]`, int64; -100 does not count.
         chunk_tokens (int):
             Tokens whose logits exist at a time; 0: all. Default: 0.
         recomputed (bool):
@@ -133,17 +132,7 @@ def linear_cross_entropy(
 
     Returns:
         A float32 scalar; float64 for float64 input.
-
-    Raises:
-        ValueError: the labels do not have the hidden states' shape, or `chunk_tokens` is negative.
     """
-    if labels.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"expected one label a token, {tuple(hidden.shape[:-1])}, but got labels of shape {tuple(labels.shape)}. "
-            "Remedy: pass the labels of the same tokens"
-        )
-    if chunk_tokens < 0:
-        raise ValueError(f"expected chunk_tokens >= 0, but got {chunk_tokens}. Remedy: 0 for all tokens at once")
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     if not chunk_tokens or not labels.numel():
         return _cross_entropy(hidden, weight, labels)
@@ -170,7 +159,7 @@ def _cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Ten
 
 
 def build_loss(job_config: JobConfig, **kwargs: object) -> LossFunction:
-    """`build_loss_fn` of all three families: torchtitan's cross entropy of logits; a model's own sum is handed on."""
+    """`build_loss_fn` of all families: torchtitan's cross entropy of logits; a model's own sum is passed on."""
     of_logits = build_cross_entropy_loss(job_config, **kwargs)
 
     def loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

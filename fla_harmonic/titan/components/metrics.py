@@ -22,13 +22,12 @@ from fla_harmonic.titan.config import compiles_model, global_batch_size
 
 class JSONLLogger(BaseLogger):
     """
-    Appends `{"step": ..., metric: value, ...}` for every logged step, and for every validation.
-
-    Floats are written with all their digits, and what is not finite as null (JSON has no NaN).
+    Appends `{"step": ..., metric: value, ...}` for every logged step and every validation. Floats keep all their digits; what
+    is not finite is null, as JSON has no NaN.
 
     Args:
         path (str | os.PathLike):
-            The file. Its folder is made; what the file holds already stays, until `truncate`.
+            The file. Its folder is made; what the file holds stays until `truncate`.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
@@ -42,8 +41,8 @@ class JSONLLogger(BaseLogger):
 
     def truncate(self, step: int) -> None:
         """
-        Drop the lines of `step` and later, and a line that a killed run left unfinished: they are written anew. A run that
-        begins at step 1 in the folder of another keeps the other's lines in `metrics.jsonl.old`.
+        Drop the lines of `step` and later, and a line that a killed run left unfinished: they will be written again. A run
+        that begins at step 1 in the folder of another keeps the other's lines in `metrics.jsonl.old`.
         """
         self.file.close()
         lines = self.path.read_text().splitlines(keepends=True)
@@ -131,23 +130,21 @@ class JSONLMetricsProcessor(MetricsProcessor):
         self._arm_for(step + 1)
 
     def should_log(self, step: int) -> bool:
-        # the trainer asks at every step: the first one is where the run starts or resumes, and from there the steps of
-        # an earlier run are done anew
+        # the trainer asks at every step: the first one is where the run starts or resumes, and replaces the steps from there
         if not self.started and self.jsonl is not None:
             self.jsonl.truncate(step)
         self.started = True
-        if logged := super().should_log(step):
-            return logged
-        self._arm_for(step + 1)
+        logged = super().should_log(step)
+        if not logged:
+            self._arm_for(step + 1)
         return logged
 
     def _arm_for(self, step: int) -> None:
         """Watch the states in the coming step, if that is one to log."""
-        if self.states is not None:
-            if super().should_log(step):
-                self.states.arm()
-            else:
-                self.states.disarm()
+        if self.states is not None and super().should_log(step):
+            self.states.arm()
+        elif self.states is not None:
+            self.states.disarm()
 
 
 def _number(value: Any) -> Any:

@@ -19,11 +19,11 @@ _TIMESCALES = ("A_log",)
 
 def undecayed_names(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> frozenset[str]:
     """
-    Names of the parameters without weight decay: biases, norms, timescales and all else that has fewer than two
-    dimensions, Mamba's `A_log`, and what its layer flagged with `_no_weight_decay`.
+    Names of the parameters without weight decay: all of fewer than two dimensions (biases, norms, timescales), Mamba's
+    `A_log`, and what its layer flagged with `_no_weight_decay`.
 
-    `to_empty` and FSDP replace parameters and drop such flags, so a model that has any must ask when it is built and
-    keep the answer as `undecayed`, where the optimizer reads it.
+    `to_empty` and FSDP replace parameters and drop such flags, so a model that has any asks when it is built and keeps the
+    answer as `undecayed`, where the optimizer reads it.
     """
     return frozenset(
         clean_name(name) for name, p in named_parameters
@@ -33,10 +33,8 @@ def undecayed_names(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> fro
 
 class DecayGroupsContainer(OptimizersContainer):
     """
-    torchtitan's container with two parameter groups for each model part: matrices with weight decay, the rest without.
-
-    Decay pulls a parameter to zero, where no timescale, bias or norm wants to be: without a gradient those stay as they
-    are, bit for bit. The schedule and the checkpoints are torchtitan's (state is stored by parameter name).
+    torchtitan's container with two parameter groups per model part: matrices with weight decay, the rest without, which stay
+    as they are, bit for bit, where they have no gradient. Checkpoints are torchtitan's: state is stored by parameter name.
 
     Args:
         model_parts (list[nn.Module]):
@@ -48,13 +46,9 @@ class DecayGroupsContainer(OptimizersContainer):
     """
 
     def __init__(
-        self,
-        model_parts: list[nn.Module],
-        optimizer_cls: type[torch.optim.Optimizer],
-        optimizer_kwargs: dict[str, Any],
+        self, model_parts: list[nn.Module], optimizer_cls: type[torch.optim.Optimizer], optimizer_kwargs: dict[str, Any],
     ) -> None:
-        self.optimizers = []
-        self.model_parts = model_parts
+        self.optimizers, self.model_parts = [], model_parts
         all_params: list[nn.Parameter] = []
         for model in model_parts:
             undecayed = undecayed_names(model.named_parameters()) | getattr(model, "undecayed", frozenset())
@@ -76,26 +70,19 @@ def build_optimizers(
     ft_manager: None = None,
 ) -> DecayGroupsContainer:
     """
-    `build_optimizers_fn` of all three families, with torchtitan's signature.
+    `build_optimizers_fn` of all families, with torchtitan's signature.
 
     Raises:
-        ValueError: the name or the implementation is unknown, or a setting needs an optimizer in the backward pass.
+        ValueError: the name or the implementation is unknown.
     """
-    if optimizer_config.name not in _CLASSES:
-        raise ValueError(f"expected optimizer.name in {sorted(_CLASSES)}, but got {optimizer_config.name!r}")
-    if optimizer_config.implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"expected optimizer.implementation in {_IMPLEMENTATIONS}, but got {optimizer_config.implementation!r}"
-        )
-    return DecayGroupsContainer(
-        model_parts,
-        _CLASSES[optimizer_config.name],
-        {
-            "lr": optimizer_config.lr,
-            "betas": (optimizer_config.beta1, optimizer_config.beta2),
-            "eps": optimizer_config.eps,
-            "weight_decay": optimizer_config.weight_decay,
-            "fused": optimizer_config.implementation == "fused",
-            "foreach": optimizer_config.implementation == "foreach",
-        },
-    )
+    for field, known in {"name": tuple(_CLASSES), "implementation": _IMPLEMENTATIONS}.items():
+        if (value := getattr(optimizer_config, field)) not in known:
+            raise ValueError(f"expected optimizer.{field} in {known}, but got {value!r}")
+    return DecayGroupsContainer(model_parts, _CLASSES[optimizer_config.name], {
+        "lr": optimizer_config.lr,
+        "betas": (optimizer_config.beta1, optimizer_config.beta2),
+        "eps": optimizer_config.eps,
+        "weight_decay": optimizer_config.weight_decay,
+        "fused": optimizer_config.implementation == "fused",
+        "foreach": optimizer_config.implementation == "foreach",
+    })

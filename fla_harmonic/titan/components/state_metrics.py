@@ -16,14 +16,13 @@ from fla_harmonic.layers.harmonic import HarmonicLevel
 
 class StateMonitor:
     """
-    Averages over what the levels of a model compute in training, while it is armed:
+    Averages over what the levels of a model compute in training while it is armed:
 
     - `harmonic/level_1/state_rms`: root mean square of the states h over tokens, channels, layers and ranks;
     - `harmonic/level_1/mean_timescale`: mean of `1 / (1 - A)`, in tokens, over the same.
 
-    Hooks are there only while it is armed, so that other steps cost nothing. They see what the layers compute, whatever
-    shards it; what the backward pass computes anew does not count, for checkpointing may choose some layers and not others.
-    Compiled blocks call no hooks.
+    Its hooks are there only while it is armed, so that other steps cost nothing. What the backward pass recomputes does not
+    count, as checkpointing may choose some layers and not others. Compiled blocks call no hooks.
 
     Args:
         model_parts (list[nn.Module]):
@@ -40,7 +39,7 @@ class StateMonitor:
         self.is_silent = False
 
     def arm(self) -> None:
-        """Begin anew."""
+        """Start again from nothing."""
         self.disarm()
         self.sums = None
         for layer in self.layers:
@@ -96,7 +95,7 @@ class StateMonitor:
 
 
 def _counts(module: nn.Module) -> bool:
-    """Whether a module runs in a forward pass of training: no validation, and not anew within a backward pass."""
+    """Whether a module runs in a forward pass of training: no validation, and no recomputation in a backward pass."""
     return module.training and torch._C._current_graph_task_id() == -1
 
 

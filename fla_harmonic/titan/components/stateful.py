@@ -106,9 +106,8 @@ class StreamLoader(WindowLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """
-        `stream_windows`, the windows that all ranks together have read; `streams`, their number; `seq_len` and
-        `windows_of_stream`, the lengths of a window and of a stream; and of each stream that this rank reads its states,
-        `states.STREAM.LAYER.level_N` and `.conv`.
+        `stream_windows`, the windows that all ranks together have read; how the text is cut into streams; and the states of
+        each stream that this rank reads, `states.STREAM.LAYER.level_N` and `.conv`.
         """
         states = {str(stream): _named(states) for stream, states in self.states.items()}
         # no key of `WindowLoader`: neither's position means anything to the other
@@ -121,11 +120,8 @@ class StreamLoader(WindowLoader):
         if not state_dict:
             return
         # the states belong to the text before the next window, which other windows or another text move elsewhere
-        expected, found = (
-            "{streams} streams of {windows_of_stream} windows of seq_len {seq_len}".format_map(
-                dict.fromkeys(("streams", "windows_of_stream", "seq_len")) | state)
-            for state in (self.state_dict(), state_dict)
-        )
+        keys = ("streams", "windows_of_stream", "seq_len")
+        expected, found = ({key: state.get(key) for key in keys} for state in (self.state_dict(), state_dict))
         if found != expected:
             raise ValueError(
                 f"expected the states of {expected}, but the checkpoint has those of {found}. Remedy: the [training] "

@@ -1,6 +1,7 @@
 """The loader of training: windows of the text in an order that does not depend on the ranks."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class WindowLoader(BaseDataLoader):
         document_ids (bool):
             Whether batches hold `document_ids`.
         labels_in_inputs (bool):
-            Whether the labels are in the model's inputs too, for a model that computes the loss itself.
+            Whether the inputs hold the labels too, for a model that computes the loss itself.
         pin_memory (bool):
             Whether batches are copied to pinned memory, where there is an accelerator.
     """
@@ -51,7 +52,8 @@ class WindowLoader(BaseDataLoader):
         self.local_batch_size, self.dp_world_size, self.dp_rank = local_batch_size, dp_world_size, dp_rank
         self.pin_memory = pin_memory and torch.accelerator.is_available()
         self.consumed = 0
-        self._orders: dict[int, np.ndarray] = {}
+        # a batch may read from two epochs
+        self._order = lru_cache(maxsize=2)(self._draw_order)
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
@@ -71,13 +73,11 @@ class WindowLoader(BaseDataLoader):
     def _indices(self, first: int) -> np.ndarray:
         """Window indices `[local_batch_size]` of the run's samples from `first` on; they may lie in several epochs."""
         epochs, places = np.divmod(np.arange(first, first + self.local_batch_size), len(self.windows))
-        needed = set(epochs.tolist())
-        self._orders = {epoch: order for epoch, order in self._orders.items() if epoch in needed}
-        for epoch in needed - self._orders.keys():
-            # numpy takes no negative seed, torchtitan does
-            generator = np.random.default_rng([self.seed % 2**64, epoch])
-            self._orders[epoch] = generator.permutation(len(self.windows))
-        return np.asarray([self._orders[epoch][place] for epoch, place in zip(epochs.tolist(), places, strict=True)])
+        return np.asarray([self._order(epoch)[place] for epoch, place in zip(epochs.tolist(), places, strict=True)])
+
+    def _draw_order(self, epoch: int) -> np.ndarray:
+        # numpy takes no negative seed, torchtitan does
+        return np.random.default_rng([self.seed % 2**64, epoch]).permutation(len(self.windows))
 
     def state_dict(self) -> dict[str, Any]:
         """`{"windows": n}`, the windows that all ranks together have read since the run began."""
