@@ -24,6 +24,7 @@ BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 SHAPES = debug_shapes()
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_counted_calls_are_the_designed_ones(tmp_path: Path) -> None:
     counted = run(LAYOUTS, tmp_path)

@@ -83,6 +83,8 @@ def check(result: dict[str, Any], expected: list[tuple[float, bool]]) -> None:
     assert result["examples"] == len(expected)
 
 
+# lm-eval asks git for its commit, here and below
+@pytest.mark.processes
 def test_all_tokens_of_the_last_word_count(trained: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     texts = TEXTS[:4]
     result = evaluate(trained, tokenizer, Source(texts, "here"), batch_size=3)
@@ -97,6 +99,7 @@ def test_all_tokens_of_the_last_word_count(trained: LlamaForCausalLM, tokenizer:
     assert not result["audit"]["failure"]
 
 
+@pytest.mark.processes
 def test_a_tokenizer_that_adds_a_beginning_of_text_gets_exactly_one() -> None:
     for template, bos in ((None, []), ("<s> $A", [0])):
         words = word_tokenizer(template)
@@ -129,6 +132,7 @@ def test_a_beginning_of_text_in_a_text_is_refused(template: str | None, text: st
         evaluate(llama(len(words)), words, Source((text,), "here"))
 
 
+@pytest.mark.processes
 def test_a_long_passage_loses_its_beginning_but_not_the_beginning_of_text() -> None:
     words = word_tokenizer("<s> $A")
     model = llama(len(words))
@@ -141,6 +145,7 @@ def test_a_long_passage_loses_its_beginning_but_not_the_beginning_of_text() -> N
     assert evaluate(model, words, Source(TEXTS, "here"), max_length=100)["beyond_trained_length"]
 
 
+@pytest.mark.processes
 def test_the_length_is_the_models_own(trained: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     result = evaluate(trained, tokenizer, Source(TEXTS[-1:], "here"))
     assert result["max_length"] == LENGTH
@@ -167,6 +172,7 @@ def test_a_tokenizer_that_joins_word_and_context_is_refused() -> None:
         evaluate(llama(5), words, Source(("b a b",), "here"))
 
 
+@pytest.mark.processes
 def test_a_killed_run_goes_on(
     trained: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -243,6 +249,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.processes
 def test_command_scores_a_file_and_does_it_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_failed_length_ends_its_series_and_is_not_run_again(tmp_path: Path, mo
     assert table([json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]) in text
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_run_has_a_peak_a_time_and_a_loss_or_a_reason(tmp_path: Path) -> None:
     options = Options(families=("harmonic",), losses=("segments",), seq_lens=(64,), segment=20, threads=1, out=tmp_path)

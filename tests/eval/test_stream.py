@@ -197,6 +197,7 @@ def test_command_prints_and_writes_the_score(directory: Path, tmp_path: Path, ca
     assert printed["bits_per_byte"] > 0
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "length"), [("stream", 20_000), ("generate", 1_500)])
 def test_memory_and_time_do_not_grow_with_the_text(directory: Path, mode: str, length: int) -> None:

@@ -285,6 +285,7 @@ def test_double_precision_is_not_narrowed() -> None:
         lambda e: lm(inputs_embeds=e, use_cache=False).logits, embeddings, fast_mode=True, atol=1e-7)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_compiled_model_equals_eager() -> None:
     lm, x = model("paper"), tokens(2, 40)

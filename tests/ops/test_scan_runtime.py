@@ -151,7 +151,7 @@ def mixed(u: torch.Tensor, v: torch.Tensor, state: torch.Tensor, backend: str) -
 
 
 @backends
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.processes])])
 def test_compiled_whole_equals_eager(backend: str, compiler: str) -> None:
     inputs = [torch.randn(2, 65, 8), torch.randn(2, 65, 8), torch.randn(2, 8)]
     results = []

@@ -64,6 +64,7 @@ def packed(path: Path) -> list[Layout]:
     ]
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_every_layout_trains_like_one_process(tmp_path: Path) -> None:
     rows = run((*LAYOUTS, *MORE, *packed(tmp_path / "documents.jsonl")), STEPS, tmp_path)

@@ -115,6 +115,7 @@ def test_a_batch_is_the_sequence_that_it_continues() -> None:
         model(inputs[0]["tokens"], carried=first["carried"])
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_stateful_training_resumes_bit_for_bit_and_on_other_ranks(tmp_path: Path) -> None:
     options = ("--harmonic.stateful", "--harmonic.segment_len=40", "--harmonic.loss_chunk_tokens=48")
@@ -136,6 +137,7 @@ def test_stateful_training_resumes_bit_for_bit_and_on_other_ranks(tmp_path: Path
     assert "Missing key in checkpoint state_dict: dataloader.windows" in run.stdout
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_shards_train_on_segments_like_one_rank(tmp_path: Path) -> None:
     expected = train("harmonic", tmp_path / "whole", 1, 4, "--checkpoint.no_enable")

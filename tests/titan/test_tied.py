@@ -129,6 +129,7 @@ def test_a_split_table_is_refused(family: str) -> None:
             args.update_from_config(job(family, f"--parallelism.{kind}_parallel_degree=2"))
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "options"), [
     ("harmonic", []), ("harmonic", ["--parallelism.fsdp_reshard_after_forward=always", "--activation_checkpoint.mode=full"]),
