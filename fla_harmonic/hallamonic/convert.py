@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -23,10 +24,9 @@ from transformers import (
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import logging
 
-from fla_harmonic.hallamonic.attention_init import init_from_attention
-from fla_harmonic.hallamonic.configuration_hallamonic import HallamonicConfig
-from fla_harmonic.hallamonic.families import family, head_size
-from fla_harmonic.hallamonic.modeling_hallamonic import HallamonicForCausalLM, HarmonicMixer
+from fla_harmonic.hallamonic.attention_init import AttentionWeights, init_from_attention
+from fla_harmonic.hallamonic.configuration_hallamonic import HallamonicConfig, check_source, head_size
+from fla_harmonic.hallamonic.modeling_hallamonic import HallamonicForCausalLM
 from fla_harmonic.layers.harmonic import TIMESCALES
 
 RECORD = "conversion.json"
@@ -49,10 +49,10 @@ class Convert:
     """Begin as moving averages of the attention's values, or at random."""
 
     expand_ratio: float | None = None
-    """Channels of a level over the hidden size. Default: as many as the attention's heads have."""
+    """Channels of a level over the hidden size. Default: as many channels as the attention's heads have."""
 
     gate_rank: int | None = None
-    """Rank of the maps to a level's gate and input. Default: the number of values of a token, where grouped queries make that
+    """Rank of the maps to a level's gate and input. Default: the number of values per token, where grouped queries make that
     less than half of the hidden size, else linear maps."""
 
     timescales: tuple[tuple[float, float], ...] = TIMESCALES
@@ -62,24 +62,29 @@ class Convert:
     """Whether timescales stay in their range, or only begin there."""
 
     seed: int = 0
-    """Seed of what begins at random."""
+    """Seed of the random weights."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A converted model, and what is new in it."""
+    """
+    A converted model, and what is new in it.
+
+    Args:
+        model (HallamonicForCausalLM):
+            The model, in the source's dtype.
+        new (dict[str, tuple[int, ...]]):
+            Names and shapes of the parameters that the source does not have.
+        dropped (tuple[str, ...]):
+            Names of the source's parameters that are gone: those of the replaced attention layers.
+        untouched (int):
+            Number of parameters that are the source's, bit for bit.
+    """
 
     model: HallamonicForCausalLM
-    """The model, in the source's dtype."""
-
     new: dict[str, tuple[int, ...]]
-    """Names and shapes of the parameters that the source does not have."""
-
     dropped: tuple[str, ...]
-    """Names of the source's parameters that are gone: those of the replaced attention layers."""
-
     untouched: int
-    """Parameters that are the source's, bit for bit."""
 
 
 def parse_layers(layers: str, count: int) -> list[int]:
@@ -109,18 +114,8 @@ def layer_options(
     **options: Any,
 ) -> dict[str, Any]:
     """
-    Options of the Harmonic layers of a converted model, without an output gate, which cannot begin as attention.
-
-    Args:
-        source (PreTrainedConfig):
-            Configuration of the pretrained model.
-        expand_ratio (float, Optional):
-            Channels of a level over the hidden size. Default: as many channels as the attention's heads have.
-        gate_rank (int, Optional):
-            Rank of the maps to gate and input. Default: the number of values of a token, where that is less than half of the
-            hidden size, else linear maps.
-        **options:
-            Other options of `HarmonicAttention`.
+    Options of the Harmonic layers of a converted model: the arguments, with the defaults of `Convert`, and no output gate,
+    which cannot begin as attention.
     """
     values = head_size(source) * source.num_key_value_heads
     if expand_ratio is None:
@@ -136,7 +131,7 @@ def load_source(model: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
     Raises:
         FileNotFoundError: the directory has no config.json, weights, or tokenizer.
-        ValueError: the model is of a family that cannot be converted.
+        ValueError: models of its type cannot be converted.
     """
     path = Path(model)
     if path.is_dir():
@@ -144,9 +139,9 @@ def load_source(model: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             if not any(found for file in files for found in path.glob(file)):
                 raise FileNotFoundError(
                     f"expected a Hugging Face directory with configuration, weights and tokenizer at {path}; found no "
-                    f"{' or '.join(files)}. Download all of the model, or save its parts there with `save_pretrained`.")
+                    f"{' or '.join(files)}. Download all of the model, or add its parts with `save_pretrained`.")
     # before gigabytes are read
-    family(AutoConfig.from_pretrained(model).model_type)
+    check_source(AutoConfig.from_pretrained(model).model_type)
     tokenizer = AutoTokenizer.from_pretrained(model)
     return AutoModelForCausalLM.from_pretrained(model, dtype="auto"), tokenizer
 
@@ -171,11 +166,10 @@ def convert_model(
             Options of the Harmonic layers. Default: those of `layer_options`.
 
     Raises:
-        ValueError: for another family, layer or init, or options with which a layer cannot begin as attention.
+        ValueError: for another source, layer or init, or options with which a layer cannot begin as attention.
     """
     if init not in ("attention", "random"):
         raise ValueError(f"`init` must be 'attention' or 'random'; got {init!r}.")
-    kind = family(source.config.model_type)
     options = layer_options(source.config) if options is None else options
     config = HallamonicConfig(source.config, layers, options, dtype=source.dtype)
     model = cast(Any, HallamonicForCausalLM(config)).to(source.dtype)
@@ -184,14 +178,11 @@ def convert_model(
     new = {name: tuple(tensor.shape) for name, tensor in own.items() if name not in tensors}
     model.load_state_dict({name: tensor for name, tensor in tensors.items() if name in own}, strict=False)
     model.tie_weights()
-    for index in layers:
-        attention = kind.attention(source.get_decoder().layers[index], source.config)
-        mixer = cast(HarmonicMixer, model.model.layers[index].self_attn)
-        if init == "attention":
-            init_from_attention(mixer.harmonic, attention)
-            if mixer.bias is not None and attention.output_bias is not None:
-                with torch.no_grad():
-                    mixer.bias.copy_(attention.output_bias)
+    for index in layers if init == "attention" else ():
+        block, mixer = source.get_decoder().layers[index], model.model.layers[index].self_attn
+        init_from_attention(mixer.harmonic, AttentionWeights.of(block, source.config))
+        if mixer.bias is not None:
+            mixer.bias.data.copy_(block.self_attn.o_proj.bias)
     if source.generation_config is not None:
         model.generation_config = source.generation_config
     untouched = sum(parameter.numel() for name, parameter in model.named_parameters() if name in tensors)
@@ -199,19 +190,18 @@ def convert_model(
 
 
 def describe(conversion: Conversion) -> str:
-    """The new parameters, those of the same name and shape in several layers in one line, and the number of the others."""
+    """The new parameters, one line for those of equal name and shape in several layers, and the number of the others."""
     groups: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
     for name, shape in conversion.new.items():
         _, layer, rest = re.split(r"\blayers\.(\d+)\.", name, maxsplit=1)
         groups[rest, shape].append(int(layer))
-    lines, total = [], 0
-    for (rest, shape), layers in groups.items():
-        count = len(layers) * torch.Size(shape).numel()
-        total += count
-        lines.append(f"  layers {number_ranges(layers)}: {rest} {list(shape)}: {count:,}")
-    names = f"{len(conversion.new)} tensors"
-    return "\n".join([f"new: {total:,} parameters in {names}", *lines, f"untouched: {conversion.untouched:,} parameters",
-                      f"gone: {len(conversion.dropped)} tensors of the replaced attention layers"])
+    counts = {key: len(layers) * math.prod(key[1]) for key, layers in groups.items()}
+    return "\n".join([
+        f"new: {sum(counts.values()):,} parameters in {len(conversion.new)} tensors",
+        *(f"  layers {number_ranges(layers)}: {name} {list(shape)}: {counts[name, shape]:,}"
+          for (name, shape), layers in groups.items()),
+        f"untouched: {conversion.untouched:,} parameters",
+        f"gone: {len(conversion.dropped)} tensors of the replaced attention layers"])
 
 
 def number_ranges(numbers: list[int]) -> str:
@@ -233,9 +223,8 @@ def convert(options: Convert) -> None:
         FileExistsError: `out` has other content.
         FileNotFoundError, ValueError: see `load_source`, `parse_layers` and `convert_model`.
     """
-    record = json.loads(json.dumps({**asdict(options), "out": None}, default=str))
-    if _finished(options.out, record):
-        print(f"{options.out} is there already, from the same options")
+    record = options_record(options)
+    if finished(options.out, RECORD, record):
         return
     logging.disable_progress_bar()
     print(f"loading {options.model}", flush=True)
@@ -259,12 +248,24 @@ def convert(options: Convert) -> None:
     print(f"wrote {options.out}")
 
 
-def _finished(out: Path, record: dict[str, Any]) -> bool:
+def options_record(options: Any, **changes: Any) -> dict[str, Any]:
+    """Options of a command as JSON has them, but for the directory that it writes."""
+    return json.loads(json.dumps({**asdict(options), "out": None, **changes}, default=str))
+
+
+def finished(out: Path, file: str, record: dict[str, Any]) -> bool:
+    """
+    Whether a directory was written with these options, which `file` in it records.
+
+    Raises:
+        FileExistsError: the directory has other content.
+    """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
-    written = out / RECORD
-    if written.is_file() and json.loads(written.read_text()) == record:
-        return True
-    raise FileExistsError(
-        f"expected no directory, an empty one, or one from the same options at {out}; it has other content. Remove it, or "
-        "pass another `--out`.")
+    written = json.loads((out / file).read_text()) if (out / file).is_file() else {}
+    if written.get("options", written) != record:
+        raise FileExistsError(
+            f"expected no directory, an empty one, or one from the same options at {out}; it has other content. Remove it, or "
+            "pass another `--out`.")
+    print(f"{out} is there already, from the same options")
+    return True

@@ -1,10 +1,10 @@
 """
-New layers that learn, each by itself, to return what the attention returns in whose place they are:
+Trains each new layer by itself to return what the attention layer that it replaces returns:
 
     python -m fla_harmonic.hallamonic.match --original DIR --converted DIR --text book.txt --out DIR
 
-Layers need neither gradients of one another nor the output layer, so that a step costs a forward pass of the original and the
-new layers' own passes: a cheap beginning of phase 1. A run that was killed goes on where it stopped.
+Layers need neither each other's gradients nor the output layer, so a step costs a forward pass of the original and the new
+layers' own passes: a cheap start for phase 1. A run that was killed continues where it stopped.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from fla_harmonic.hallamonic.convert import load_source
+from fla_harmonic.hallamonic.convert import finished, load_source, options_record
 from fla_harmonic.hallamonic.modeling_hallamonic import HallamonicForCausalLM
 
 RECORD = "match.json"
-# of a text: what `fla_harmonic.titan` trains on, so that its validation and test splits stay unseen
+# of a text, as in `fla_harmonic.titan`, so that its validation and test splits stay unseen
 TRAIN_SHARE = 0.9
 
 
@@ -62,10 +62,10 @@ class Match:
     """Tokens of a sequence."""
 
     lr: float = 1e-3
-    """Highest learning rate: it rises over the first tenth of the steps and falls to a tenth as a cosine."""
+    """Highest learning rate: it rises over the first tenth of the steps and falls to a tenth of it as a cosine."""
 
     save_every: int = 20
-    """Steps between two saved states, from which a killed run goes on."""
+    """Steps between two saved states, from which a killed run continues."""
 
     seed: int = 0
     """Seed of the order of the text."""
@@ -102,56 +102,43 @@ class Matching:
         converted.requires_grad_(False)
         for mixer in self.mixers.values():
             mixer.requires_grad_(True)
-        self.errors: dict[int, float] = {}
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter for mixer in self.mixers.values() for parameter in mixer.parameters()]
+        self.parameters = [parameter for mixer in self.mixers.values() for parameter in mixer.parameters()]
 
     @torch.no_grad()
-    def step(self, ids: torch.Tensor, backward: bool = True) -> dict[int, float]:
+    def step(self, ids: torch.Tensor) -> dict[int, float]:
         """
-        Errors of the layers on a batch, and their gradients, added to those that are there.
+        Adds the gradients of the layers' errors on a batch to those that are there.
 
         Args:
             ids (torch.Tensor):
                 Token ids of shape `[B, T]`.
-            backward (bool):
-                Whether gradients are wanted. Default: `True`.
 
         Returns:
             By layer the mean square of the difference to the attention's outputs, over the mean square of these.
         """
-        self.errors = {}
-        with self._hooked(backward):
+        errors: dict[int, float] = {}
+        with ExitStack() as hooks:
+            for layer, mixer in self.mixers.items():
+                hooks.enter_context(self.decoder.layers[layer].self_attn.register_forward_hook(
+                    partial(self._hook, errors, layer, mixer), with_kwargs=True))
             self.decoder(ids, use_cache=False)
-        return self.errors
+        return errors
 
-    @contextmanager
-    def _hooked(self, backward: bool) -> Iterator[None]:
-        handles = [
-            self.decoder.layers[layer].self_attn.register_forward_hook(self._hook(layer, mixer, backward), with_kwargs=True)
-            for layer, mixer in self.mixers.items()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _hook(self, layer: int, mixer: nn.Module, backward: bool) -> Any:
-        def hook(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[Any, ...]) -> None:
-            inputs, wanted = kwargs.get("hidden_states", args[0] if args else None), outputs[0]
-            # here, and not when all layers are through: nothing of one layer is kept for the next
-            with torch.set_grad_enabled(backward):
-                error = (mixer(inputs)[0] - wanted).square().mean() / wanted.square().mean()
-                if backward:
-                    error.backward()
-            self.errors[layer] = error.item()
-        return hook
+    @staticmethod
+    @torch.enable_grad()
+    def _hook(
+        errors: dict[int, float], layer: int, mixer: nn.Module,
+        attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[Any, ...],
+    ) -> None:
+        inputs, wanted = kwargs.get("hidden_states", args[0] if args else None), outputs[0]
+        error = (mixer(inputs)[0] - wanted).square().mean() / wanted.square().mean()
+        # here, not after the last layer: nothing of one layer is kept for the next
+        error.backward()
+        errors[layer] = error.item()
 
 
 def windows(tokens: np.ndarray, seq_len: int, batch_size: int, seed: int, step: int) -> torch.Tensor:
-    """Token ids `[batch_size, seq_len]` of places that seed and step alone decide."""
+    """Token ids `[batch_size, seq_len]` at random places, which depend on seed and step alone."""
     starts = np.random.default_rng([seed, step]).integers(0, len(tokens) - seq_len + 1, batch_size)
     return torch.from_numpy(np.stack([tokens[start:start + seq_len] for start in starts]))
 
@@ -191,14 +178,9 @@ def match(options: Match) -> None:
         FileExistsError: `out` has other content.
         FileNotFoundError, ValueError: see `load_source`, `read_tokens` and `Matching`.
     """
-    record = json.loads(json.dumps({**asdict(options), "out": None, "save_every": None}, default=str))
-    if options.out.exists():
-        written = options.out / RECORD
-        if written.is_file() and json.loads(written.read_text())["options"] == record:
-            print(f"{options.out} is there already, from the same options")
-            return
-        raise FileExistsError(f"expected no directory, or one from the same options, at {options.out}; it has other content. "
-                              "Remove it, or pass another `--out`.")
+    record = options_record(options, save_every=None)
+    if finished(options.out, RECORD, record):
+        return
     logging.disable_progress_bar()
     print(f"loading {options.original} and {options.converted}", flush=True)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -209,7 +191,7 @@ def match(options: Match) -> None:
     tokens = read_tokens(options.text, tokenizer, options.seq_len)
     optimizer = torch.optim.AdamW(matching.parameters, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
 
-    # keyed by all that the state follows from
+    # keyed by everything that the state depends on
     name = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:10]
     draft = options.out.with_name(f"{options.out.name}.{name}.draft")
     draft.mkdir(parents=True, exist_ok=True)
@@ -238,7 +220,7 @@ def match(options: Match) -> None:
 
 
 def describe(history: list[dict[str, float]]) -> str:
-    """First and last errors of every layer, each a mean over a tenth of the steps."""
+    """First and last errors of each layer, each a mean over a tenth of the steps."""
     some = max(1, len(history) // 10)
     lines = ["mean square of the difference to the attention's outputs, over that of these:"]
     for layer in history[0]:

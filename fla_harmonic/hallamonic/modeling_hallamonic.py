@@ -6,54 +6,38 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 from fla.models.cache_utils import FLALayer
+from fla.models.utils import Cache
 from transformers import MODEL_MAPPING, DynamicCache, PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from fla_harmonic.hallamonic.configuration_hallamonic import HallamonicConfig
-from fla_harmonic.hallamonic.families import family
 from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.layers.harmonic import Timescale
 from fla_harmonic.models.packing import document_borders, labels_within_documents
 from fla_harmonic.modules import padding_mask
 
 
-class LayerStates:
+def layer_states(cache: DynamicCache, layer_idx: int) -> Cache:
     """
-    One layer of transformers' cache, as a layer of fla sees a whole cache.
-
-    Args:
-        cache (DynamicCache):
-            transformers' cache; an empty layer of it at `layer_idx` is replaced by one that holds states.
-        layer_idx (int):
-            Index of the layer.
+    transformers' cache as fla's, with the same layers. An empty one at `layer_idx` is replaced by one that holds states.
 
     Raises:
         ValueError: the layer of the cache is an attention layer's.
     """
-
-    def __init__(self, cache: DynamicCache, layer_idx: int) -> None:
-        while len(cache.layers) <= layer_idx:
-            cache.layers.append(FLALayer())
-        layer: Any = cache.layers[layer_idx]
-        if not isinstance(layer, FLALayer):
-            if layer.get_seq_length():
-                raise ValueError(
-                    f"`past_key_values` must hold states of Harmonic in layer {layer_idx}; got keys and values of "
-                    f"{layer.get_seq_length()} tokens. Pass a cache that this model made, or an empty one.")
-            layer = cache.layers[layer_idx] = FLALayer()
-        self.layer = layer
-        self.layer_idx = layer_idx
-
-    def __len__(self) -> int:
-        return self.layer_idx + 1
-
-    def __getitem__(self, layer_idx: int) -> dict[str, Any] | None:
-        return self.layer.state
-
-    def update(self, layer_idx: int, **states: Any) -> dict[str, Any]:
-        return self.layer.update(**states)
+    layers: Any = cache.layers
+    while len(layers) <= layer_idx:
+        layers.append(FLALayer())
+    if not isinstance(layers[layer_idx], FLALayer):
+        if cached := layers[layer_idx].get_seq_length():
+            raise ValueError(
+                f"`past_key_values` must hold states of Harmonic in layer {layer_idx}; got keys and values of {cached} tokens."
+                " Pass a cache that this model made, or an empty one.")
+        layers[layer_idx] = FLALayer()
+    states = Cache()
+    states.layers = layers
+    return states
 
 
 class HarmonicMixer(nn.Module):
@@ -65,21 +49,19 @@ class HarmonicMixer(nn.Module):
             Configuration of the model.
         layer_idx (int):
             Index of the layer.
+        bias (bool):
+            Whether the attention's output has a bias.
     """
 
-    def __init__(self, config: HallamonicConfig, layer_idx: int) -> None:
+    def __init__(self, config: HallamonicConfig, layer_idx: int, bias: bool) -> None:
         super().__init__()
         self.layer_idx = layer_idx
         self.harmonic = config.harmonic_attention(layer_idx)
-        self.bias = None
-        if family(config.source.model_type).has_output_bias(config.source):
-            self.bias = nn.Parameter(torch.zeros(config.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(config.hidden_size)) if bias else None
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: Any = None,
-        attention_mask: torch.Tensor | None = None,
         cache: DynamicCache | None = None,
         past_key_values: DynamicCache | None = None,
         padding_mask: torch.Tensor | None = None,
@@ -96,7 +78,7 @@ class HarmonicMixer(nn.Module):
                 0/1 mask of shape `[B, S]`, S >= T. Default: `None`.
             cu_seqlens (torch.Tensor, Optional):
                 Borders of packed documents, `[N + 1]`. Default: `None`.
-            position_embeddings, attention_mask, **kwargs:
+            **kwargs:
                 What attention layers need: unused.
 
         Returns:
@@ -106,14 +88,14 @@ class HarmonicMixer(nn.Module):
                 No attentions.
         """
         past = past_key_values if cache is None else cache
-        states = None if past is None else LayerStates(past, self.layer_idx)
         o, _, _ = self.harmonic(
-            hidden_states, attention_mask=padding_mask, past_key_values=cast(Any, states), cu_seqlens=cu_seqlens)
+            hidden_states, attention_mask=padding_mask, cu_seqlens=cu_seqlens,
+            past_key_values=None if past is None else layer_states(past, self.layer_idx))
         return (o if self.bias is None else o + self.bias), None
 
 
 class NoPositions(nn.Module):
-    """In the place of the rotary embedding, of which Harmonic layers need nothing."""
+    """In the place of the rotary embedding, which Harmonic layers do not need."""
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> None:
         return None
@@ -139,8 +121,8 @@ class HallamonicPreTrainedModel(PreTrainedModel):
     @property
     def state_size(self) -> int:
         """
-        Numbers that the Harmonic layers remember of a sequence, whatever its length. What attention layers remember, keys and
-        values of every token, is not counted.
+        Numbers that the Harmonic layers remember of a sequence, whatever its length. The keys and values of attention layers
+        are not counted.
         """
         return sum(module.state_size() for module in self.modules() if isinstance(module, HarmonicAttention))
 
@@ -155,12 +137,13 @@ class HallamonicModel(HallamonicPreTrainedModel):
         super().__init__(config)
         self.model: Any = cast(Any, MODEL_MAPPING[type(config.source)])(config.source)
         for layer_idx in config.harmonic_layers:
-            self.model.layers[layer_idx].self_attn = HarmonicMixer(config, layer_idx)
+            block = self.model.layers[layer_idx]
+            block.self_attn = HarmonicMixer(config, layer_idx, bias=block.self_attn.o_proj.bias is not None)
         if config.all_harmonic:
             self.model.rotary_emb = NoPositions()
         # "cache" since transformers renamed it
         self._cache_name = "cache" if "cache" in signature(type(self.model).forward).parameters else "past_key_values"
-        # a state cannot go back by a token
+        # a state cannot be rolled back
         self._is_stateful = bool(config.harmonic_layers)
         if type(self) is HallamonicModel:
             self.post_init()
@@ -191,25 +174,22 @@ class HallamonicModel(HallamonicPreTrainedModel):
                 attention layers are left.
         """
         past = past_key_values if cache is None else cache
-        inputs = input_ids if inputs_embeds is None else inputs_embeds
-        if inputs is None or (input_ids is not None and inputs_embeds is not None):
+        if (input_ids is None) is (inputs_embeds is None):
             raise ValueError("expected either `input_ids` or `inputs_embeds`; got both or neither. Pass one of them.")
         if self.config.harmonic_layers and past is not None and not isinstance(past, DynamicCache):
             raise ValueError(
                 f"`past_key_values` must be transformers' DynamicCache; got {type(past).__name__}. Leave it (and "
                 "`cache_implementation`) out, or pass `DynamicCache()`.")
+        inputs: Any = input_ids if inputs_embeds is None else inputs_embeds
         B, T = inputs.shape[:2]
-        past_tokens = 0 if past is None else past.get_seq_length()
-        # attention layers by themselves take masks of other kinds too
-        padded = self.config.harmonic_layers or (isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2)
         position_ids = kwargs.get("position_ids")
-        cu_seqlens = document_borders(kwargs, B, T, attention_mask if padded else None, past_tokens)
+        cu_seqlens = _documents(kwargs, B, T, attention_mask, past)
         if cu_seqlens is not None:
             if past is not None and not self.config.all_harmonic:
                 raise ValueError(
                     "attention layers keep no cache of packed documents; got both. Pass `use_cache=False`, or the documents "
                     "as rows of a padded batch.")
-            attention_mask, position_ids = None, _positions(cu_seqlens, T)
+            attention_mask, position_ids = None, positions_in_documents(cu_seqlens, T)
             if past is None:
                 kwargs["use_cache"] = False
             kwargs["cu_seqlens"] = cu_seqlens
@@ -219,7 +199,7 @@ class HallamonicModel(HallamonicPreTrainedModel):
             if torch.compiler.is_compiling() or not bool(mask.all()):
                 kwargs["padding_mask"] = mask
         if self.config.all_harmonic:
-            # a mask of four dimensions is taken as it is: none of [T, S] is made, which no layer reads
+            # masks of four dimensions are taken as they are: without one, a mask of [T, S] is made that no layer reads
             attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=inputs.device)
         return self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
@@ -269,8 +249,10 @@ class HallamonicForCausalLM(HallamonicModel, GenerationMixin):
                 Divisor of the summed loss. Default: the number of targets.
         """
         if labels is not None:
-            inputs = input_ids if inputs_embeds is None else inputs_embeds
-            labels = self._targets(labels, inputs, attention_mask, past_key_values if cache is None else cache, dict(kwargs))
+            inputs: Any = input_ids if inputs_embeds is None else inputs_embeds
+            past, (B, T) = past_key_values if cache is None else cache, inputs.shape[:2]
+            cu_seqlens = _documents(dict(kwargs), B, T, attention_mask, past)
+            labels = labels_within_documents(labels, B, T, _padding(attention_mask), cu_seqlens, -100)
         outputs = super().forward(input_ids, attention_mask, inputs_embeds, past_key_values, cache, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(cast(torch.Tensor, outputs.last_hidden_state)[:, kept, :])
@@ -282,25 +264,21 @@ class HallamonicForCausalLM(HallamonicModel, GenerationMixin):
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions,
             **{self._cache_name: outputs.get(self._cache_name)})
 
-    @staticmethod
-    def _targets(
-        labels: torch.Tensor,
-        inputs: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        past: DynamicCache | None,
-        options: dict[str, Any],
-    ) -> torch.Tensor:
-        if inputs is None:
-            return labels
-        B, T = inputs.shape[:2]
-        if attention_mask is not None and attention_mask.ndim != 2:
-            attention_mask = None
-        cu_seqlens = document_borders(options, B, T, attention_mask, 0 if past is None else past.get_seq_length())
-        return labels_within_documents(labels, B, T, attention_mask, cu_seqlens, -100)
+
+def _padding(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+    # attention layers alone take masks of other kinds too
+    return attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
 
 
-def _positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+def _documents(
+    options: dict[str, Any], batch: int, tokens: int, attention_mask: torch.Tensor | None, past: DynamicCache | None,
+) -> torch.Tensor | None:
+    past_tokens = 0 if past is None else past.get_seq_length()
+    return document_borders(options, batch, tokens, _padding(attention_mask), past_tokens)
+
+
+def positions_in_documents(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     """Positions of the tokens in their documents, `[1, T]`."""
-    position = torch.arange(tokens, device=cu_seqlens.device)
-    document = torch.bucketize(position, cu_seqlens, right=True) - 1
-    return (position - cu_seqlens[document]).unsqueeze(0)
+    positions = torch.arange(tokens, device=cu_seqlens.device)
+    documents = torch.bucketize(positions, cu_seqlens, right=True) - 1
+    return (positions - cu_seqlens[documents]).unsqueeze(0)

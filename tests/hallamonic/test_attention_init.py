@@ -9,16 +9,15 @@ from sources import CONFIGS, source, tokens
 from torch import nn
 
 from fla_harmonic import HarmonicAttention
-from fla_harmonic.hallamonic.attention_init import INPUT_STD, OUTPUT_STD, init_from_attention
+from fla_harmonic.hallamonic.attention_init import INPUT_STD, OUTPUT_STD, AttentionWeights, init_from_attention
 from fla_harmonic.hallamonic.convert import convert_model, layer_options
-from fla_harmonic.hallamonic.families import Attention, family
 
 every_source = pytest.mark.parametrize("name", list(CONFIGS))
 
 
-def attention_of(name: str, layer: int = 1) -> Attention:
+def attention_of(name: str, layer: int = 1) -> AttentionWeights:
     model = source(name)
-    return family(model.config.model_type).attention(model.model.layers[layer], model.config)
+    return AttentionWeights.of(model.model.layers[layer], model.config)
 
 
 def product(maps: nn.Module) -> torch.Tensor:
@@ -26,7 +25,7 @@ def product(maps: nn.Module) -> torch.Tensor:
     return maps.weight if isinstance(maps, nn.Linear) else maps[1].weight @ maps[0].weight
 
 
-def layer_of(attention: Attention, **options: Any) -> HarmonicAttention:
+def layer_of(attention: AttentionWeights, **options: Any) -> HarmonicAttention:
     layer = HarmonicAttention(hidden_size=32, **{"use_output_gate": False, **options})
     init_from_attention(layer, attention)
     return layer

@@ -149,7 +149,7 @@ def test_checkpointing_changes_nothing(layers: list[int]) -> None:
 
 @pytest.mark.parametrize(("fields", "message"), [
     ({"source": {"model_type": "gpt2"}}, "`model_type` must be one of llama, mistral, qwen2; got 'gpt2'"),
-    ({"source": {}}, "`model_type` must be one of llama, mistral, qwen2; got 'None'"),
+    ({"source": {}}, "`model_type` must be one of llama, mistral, qwen2; got None"),
     ({"harmonic_layers": [3]}, r"`harmonic_layers` must be different layers of the source's 3, 0 to 2; got \[3\]"),
     ({"harmonic_layers": [-1]}, r"got \[-1\]"),
     ({"harmonic_layers": [1, 1]}, r"got \[1, 1\]"),
@@ -160,6 +160,14 @@ def test_checkpointing_changes_nothing(layers: list[int]) -> None:
 def test_impossible_configurations_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HallamonicConfig(**{"source": CONFIGS["llama"](), **fields})
+
+
+def test_unknown_fields_are_kept(tmp_path: Path) -> None:
+    config = HallamonicConfig(CONFIGS["llama"](), [1], of_a_later_version={"a": 1})
+    config.my_note = "x"
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert (loaded.of_a_later_version, loaded.my_note) == ({"a": 1}, "x")
 
 
 def test_sizes_are_those_of_the_source() -> None:

@@ -30,8 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from fla_harmonic.hallamonic import HallamonicConfig
-from fla_harmonic.hallamonic.configuration_hallamonic import UNLIMITED
-from fla_harmonic.hallamonic.families import head_size
+from fla_harmonic.hallamonic.configuration_hallamonic import UNLIMITED, head_size
 from fla_harmonic.hallamonic.modeling_hallamonic import HarmonicMixer
 from fla_harmonic.layers.harmonic import TIMESCALES
 from fla_harmonic.ops.harmonic.context_parallel import CPContext
