@@ -3,12 +3,11 @@ Sizes and costs of the layer, as docs/architecture.md prints them, and its figur
 
     python -m benchmarks.architecture --png docs/architecture.png
 
-Nothing is timed: parameters, states and floating point operations are counted, and the memory that a training step holds is
-that of the tensors which autograd saves, so that the numbers are the same on every machine.
+Nothing is timed: parameters, states, floating point operations and the bytes that autograd saves are counted, so the numbers
+are the same on every machine.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import tyro
 from torch import nn
 
+from eval.tables import markdown
 from fla_harmonic import HarmonicAttention, HarmonicConfig, HarmonicForCausalLM
 from fla_harmonic.layers.harmonic import TIMESCALES
 
@@ -48,20 +48,25 @@ class Options:
 
 @dataclass
 class Cost:
-    """What a layer costs; bytes are of float32."""
+    """
+    What a layer costs.
+
+    Args:
+        parameters (int):
+            Trained numbers.
+        state (int):
+            Numbers that it remembers of a sequence.
+        flops (int):
+            Floating point operations of the forward pass per token: 2 per weight of a linear map or convolution, 2 per
+            channel of a level.
+        saved (int):
+            Bytes per token, in float32, that training holds between the forward and the backward pass.
+    """
 
     parameters: int
-    """Trained numbers."""
-
     state: int
-    """Numbers that it remembers of a sequence."""
-
     flops: int
-    """Floating point operations of the forward pass on a token: 2 a weight of a linear map or convolution, 2 a channel of a
-    level."""
-
     saved: int
-    """Bytes a token that training holds between the forward and the backward pass."""
 
 
 def cost(layer: nn.Module, inputs: torch.Tensor) -> Cost:
@@ -74,9 +79,9 @@ def cost(layer: nn.Module, inputs: torch.Tensor) -> Cost:
 
 
 def saved_bytes(layer: nn.Module, inputs: torch.Tensor) -> int:
-    """Bytes a token of the different memory, parameters aside, that the forward pass saves for the backward pass."""
+    """Bytes per token of all memory, parameters aside, that the forward pass saves for the backward pass."""
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    # the tensors themselves, since freed memory could be handed out again under the same address
+    # the tensors themselves: freed memory could be handed out again under the same address
     kept: dict[int, torch.Tensor] = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -93,43 +98,26 @@ def saved_bytes(layer: nn.Module, inputs: torch.Tensor) -> int:
 
 
 def option_rows(hidden_size: int) -> list[tuple[str, Cost]]:
-    """A layer of each option, and its cost."""
+    """The cost of a layer with each option."""
     inputs = torch.randn(1, 512, hidden_size, requires_grad=True)
-    layers = [(name, HarmonicAttention(hidden_size=hidden_size, **options)) for name, options in OPTIONS]
-    return [(name, cost(layer, inputs)) for name, layer in layers]
+    return [(name, cost(HarmonicAttention(hidden_size=hidden_size, **options), inputs)) for name, options in OPTIONS]
 
 
 def model_rows() -> list[tuple[str, Cost]]:
-    """The models of about 28M parameters, their logits included."""
+    """The cost of the models of about 28M parameters, with their logits."""
     configs = {
         "`HarmonicConfig.paper()`": HarmonicConfig.paper(),
         "stack of two blocks (`28M-stack`)": HarmonicConfig(
             hidden_size=256, vocab_size=50257, intermediate_size=592, num_hidden_layers=2),
     }
-    rows = []
-    for name, config in configs.items():
-        model = HarmonicForCausalLM(config)
-        tokens = torch.randint(config.vocab_size, (1, 64))
-        rows.append((name, cost(_Logits(model), tokens)))
-    return rows
+    return [(name, cost(HarmonicForCausalLM(config), torch.randint(config.vocab_size, (1, 64))))
+            for name, config in configs.items()]
 
 
-class _Logits(nn.Module):
-    """A model as a function of its tokens alone, without a cache."""
-
-    def __init__(self, model: HarmonicForCausalLM) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=tokens, use_cache=False).logits
-
-
-def table(title: str, rows: Sequence[tuple[str, Cost]]) -> str:
+def table(title: str, rows: list[tuple[str, Cost]]) -> str:
     """The rows in Markdown."""
-    lines = [f"| {title} | parameters | state | FLOPs a token | training, bytes a token |", "|---|---|---|---|---|"]
-    lines += [f"| {name} | {c.parameters:,} | {c.state:,} | {c.flops:,} | {c.saved:,} |" for name, c in rows]
-    return "\n".join(lines)
+    return markdown((title, "parameters", "state", "FLOPs a token", "training, bytes a token"), (
+        (name, *(f"{value:,}" for value in astuple(costs))) for name, costs in rows))
 
 
 def draw(file: Path) -> None:
