@@ -6,15 +6,14 @@ memory on the CPU, allocated memory on an accelerator. A model that fails at a l
 at longer ones. Finished cells are in `memory.jsonl` and are not run again.
 """
 
-import json
 import os
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -22,9 +21,11 @@ import pandas as pd
 import torch
 import tyro
 
-from eval.results import keep_command
+from eval.results import Record, finished_line, keep_command, read_lines, write
+from eval.scoring.models import FAMILIES
+from eval.study.cells import ONE_PROCESS
+from eval.tables import markdown, save
 
-FAMILIES = ("harmonic", "mamba", "llama")
 # what is set for each way to compute the loss; `{chunk}` and `{segment}` are options
 LOSSES = {
     "dense": (),
@@ -38,7 +39,7 @@ _NO_MEMORY = re.compile(r"OutOfMemoryError|can't allocate memory|MemoryError|bad
 class Options:
     """The cells and where they go."""
 
-    families: tuple[str, ...] = FAMILIES
+    families: tuple[str, ...] = tuple(FAMILIES)
     """Models to train."""
 
     size: str = "debug"
@@ -78,7 +79,7 @@ class Options:
     """
 
 
-def cells(options: Options) -> list[list[dict[str, object]]]:
+def cells(options: Options) -> list[list[Record]]:
     """
     The cells of each model and loss by rising length.
 
@@ -102,7 +103,7 @@ def cells(options: Options) -> list[list[dict[str, object]]]:
     ]
 
 
-def run(cell: dict[str, object], options: Options) -> dict[str, object]:
+def run(cell: Record, options: Options) -> Record:
     """
     Trains a cell in a process of its own.
 
@@ -114,17 +115,13 @@ def run(cell: dict[str, object], options: Options) -> dict[str, object]:
     """
     folder = options.out / "run"
     shutil.rmtree(folder, ignore_errors=True)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     command = [
         sys.executable, "-m", "torchtitan.train", f"--job.config_file=titan_configs/{cell['model']}_{options.size}.toml",
         f"--job.dump_folder={folder}", f"--training.seq_len={cell['seq_len']}", "--training.local_batch_size=1",
         f"--training.steps={options.steps}", "--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1",
-        "--metrics.no_enable_tensorboard", "--checkpoint.no_enable", *map(str, cell["options"]),  # type: ignore[call-overload]
+        "--metrics.no_enable_tensorboard", "--checkpoint.no_enable", *cell["options"],
     ]
-    env = os.environ | {"OMP_NUM_THREADS": str(options.threads), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-                        "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    env = os.environ | ONE_PROCESS | {"OMP_NUM_THREADS": str(options.threads)}
     result = {**cell, "peak_gib": None, "seconds": None, "failed": ""}
     try:
         done = subprocess.run(command, env=env, timeout=options.timeout_s, preexec_fn=limit_memory(options.limit_gib),
@@ -136,10 +133,9 @@ def run(cell: dict[str, object], options: Options) -> dict[str, object]:
         if done.returncode == -9 or _NO_MEMORY.search(done.stdout):
             return {**result, "failed": "out of memory"}
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}")
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     # not those of a validation
-    *_, last = (record for record in records if "loss_metrics/global_avg_loss" in record)
-    if last["n_tokens_seen"] != int(str(cell["seq_len"])) * options.steps:
+    *_, last = (line for line in read_lines(folder / "metrics.jsonl") if "loss_metrics/global_avg_loss" in line)
+    if last["n_tokens_seen"] != cell["seq_len"] * options.steps:
         raise RuntimeError(
             f"expected {options.steps} steps of {cell['seq_len']} tokens, but the run saw {last['n_tokens_seen']}")
     result |= {"peak_gib": last["memory/max_active(GiB)"], "seconds": last["time_metrics/end_to_end(s)"]}
@@ -155,60 +151,43 @@ def limit_memory(limit_gib: float):
     return lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def table(results: list[dict]) -> str:
+def table(results: list[Record]) -> str:
     """The results as Markdown: one row a length, one column a model and loss."""
-    frame = pd.DataFrame(results)
-    columns = list(dict.fromkeys(zip(frame["model"], frame["loss"], strict=True)))
-    titles = [f"{model}, {loss}" for model, loss in columns]
-    lines = [f"| length | {' | '.join(titles)} |", "|---" * (len(columns) + 1) + "|"]
-    for seq_len, rows in frame.groupby("seq_len"):
-        found = {(row["model"], row["loss"]): row for _, row in rows.iterrows()}
-        texts = []
-        for column in columns:
-            row = found.get(column)
-            if row is None:
-                texts.append("")
-            else:
-                texts.append(row["failed"] or f"{row['peak_gib']:.2f} GiB, {row['seconds']:.1f} s")
-        lines.append(f"| {seq_len:,} | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+    texts = {(row["seq_len"], row["model"], row["loss"]):
+             row["failed"] or f"{row['peak_gib']:.2f} GiB, {row['seconds']:.1f} s" for row in results}
+    columns = list(dict.fromkeys((row["model"], row["loss"]) for row in results))
+    return markdown(["length", *(f"{model}, {loss}" for model, loss in columns)], [
+        [f"{seq_len:,}", *(texts.get((seq_len, *column), "") for column in columns)]
+        for seq_len in sorted({row["seq_len"] for row in results})])
 
 
-def plot(results: list[dict], file: Path) -> None:
+def plot(results: list[Record], file: Path) -> None:
     """Peak memory and time of a step against the length."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4))
+    colors, lines = dict(zip(FAMILIES, ("C0", "C1", "C2"), strict=True)), dict(zip(LOSSES, (":", "--", "-"), strict=True))
     for (model, loss), rows in pd.DataFrame(results).groupby(["model", "loss"], sort=False):
-        style = {"color": f"C{FAMILIES.index(model)}", "linestyle": {"dense": ":", "chunked": "--", "segments": "-"}[loss]}
         for axis, column in zip(axes, ("peak_gib", "seconds"), strict=True):
-            axis.plot(rows["seq_len"], rows[column].astype(float), marker="o", label=f"{model}, {loss}", **style)
+            axis.plot(rows["seq_len"], rows[column].astype(float), color=colors[model], linestyle=lines[loss], marker="o",
+                      label=f"{model}, {loss}")
     for axis, title in zip(axes, ("peak memory, GiB", "seconds of a step"), strict=True):
         axis.set(title=title, xlabel="length in tokens", xscale="log", yscale="log")
         axis.grid(alpha=0.3)
     axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    save(figure, file)
 
 
 def main(options: Options) -> None:
     keep_command(options.out)
-    file = options.out / "memory.jsonl"
-    known = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    results = []
+    results: list[Record] = []
     for series in cells(options):
         for cell in series:
-            result = next((row for row in known if cell.items() <= row.items()), None)
-            if result is None:
-                print(f"{cell['model']}, {cell['loss']}, {cell['seq_len']:,} tokens", flush=True)
-                result = run(cell, options)
-                with file.open("a") as lines:
-                    lines.write(json.dumps(result) + "\n")
-            results.append(result)
-            if result["failed"]:
+            print(f"{cell['model']}, {cell['loss']}, {cell['seq_len']:,} tokens", flush=True)
+            results.append(finished_line(options.out / "memory.jsonl", cell, partial(run, cell, options)))
+            if results[-1]["failed"]:
                 break
-    pd.DataFrame(results).to_csv(options.out / "memory.csv", index=False)
+    write(options.out / "memory.csv", pd.DataFrame(results).to_csv(index=False))
     text = table(results)
-    (options.out / "memory.md").write_text(text + "\n")
+    write(options.out / "memory.md", text + "\n")
     plot(results, options.out / "memory.png")
     print(f"{text}\n\n{options.out / 'memory.md'}, {options.out / 'memory.csv'}, {options.out / 'memory.png'}")
 

@@ -4,23 +4,18 @@ The page of results, from result files: `python -m eval.report`.
     python -m eval.report --collect outputs
 
 copies what the studies under `outputs` left (tables, figures, the commands that they were started with) to `docs/results`,
-and writes `docs/results.md` from there. Without `--collect` it writes the page anew from what is in `docs/results`. A study
+and writes `docs/results.md` from there. Without `--collect` it writes the page again from what is in `docs/results`. A study
 that is not there is listed as not run; no number on the page is written by hand.
 """
 
-import json
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
 import tyro
 
 from eval.results import COMMANDS, write
-from eval.scoring.models import FAMILIES
-from eval.study import published
-from eval.study.paired import STAGE_TITLES, costs, differences, interval, paired, sweep, table
 from eval.study.sections import SECTIONS
 
 
@@ -37,87 +32,6 @@ class Options:
     out: Path = Path("docs/results.md")
     """The page."""
 
-
-def study(folder: Path) -> dict[str, pd.DataFrame]:
-    """Results of a study by stage."""
-    return dict(iter(pd.read_csv(folder / "results.csv").groupby("stage", sort=False)))
-
-
-def crossover(folder: Path) -> str:
-    """Tables of `eval.crossover`."""
-    stages = study(folder)
-    parts = []
-    for stage, title in STAGE_TITLES.items():
-        if stage in stages:
-            rows = stages[stage]
-            parts += [f"### {title.capitalize()}", "Bits per byte on the test targets: mean (lowest to highest seed).",
-                      table(rows), "Differences by seed, with the 95% interval of the paired t-test:", differences(rows)]
-    if "sweep" in stages:
-        parts += ["### The sweep", "Bits per token on the validation targets, one seed; the best is taken:",
-                  sweep(stages["sweep"])]
-    rows = stages.get("best", stages.get("shared"))
-    if rows is not None:
-        parts += ["### Size, speed, memory", costs(rows)]
-    return "\n\n".join(parts)
-
-
-def crossover_beside_published(folder: Path) -> str:
-    """Tables of `eval.crossover` with what the paper has."""
-    stages = study(folder)
-    rows = stages.get("best", stages.get("shared"))
-    if rows is None:
-        return crossover(folder)
-    facts = json.loads((folder / "facts.json").read_text())
-    models = list(rows["model"].unique())
-    first = {family: next((name for name in models if name.startswith(family)), "") for family in FAMILIES}
-    best = next((name for name in models if name.startswith("harmonic") and name.endswith("best")), first["harmonic"])
-    parts = [
-        crossover(folder), "### Beside the published numbers",
-        "The units and the texts differ: signs and trends alone compare. A gap is how much lower Harmonic is.",
-        published.comparison(rows, best, first["mamba"], first["llama"]), "What differs in the set-up:",
-        published.differences(facts["text"], facts["tokenizer"], rows, facts["machine"])]
-    return "\n\n".join(parts)
-
-
-def ablation(folder: Path) -> str:
-    """Tables of `eval.ablation`: each variant against the first."""
-    stages = study(folder)
-    rows = stages.get("best", stages.get("shared"))
-    if rows is None:
-        return sweep(stages["sweep"])
-    value = "bits_per_byte"
-    base = rows["model"].iloc[0]
-    lines = [f"| variant | parameters | learning rate | bits per token (validation) | bits per byte (test) | minus {base} | "
-             "95% interval | lower in |", "|---" * 8 + "|"]
-    for model, mine in rows.groupby("model", sort=False):
-        texts = ["", "", ""]
-        if model != base:
-            row = paired(rows, ["seq_len"], str(model), base).iloc[0]
-            texts = [f"{row['difference']:+.3f}", interval(row["low"], row["high"]),
-                     f"{int(row['wins'])} of {int(row['seeds'])}"]
-        values, first = mine[value], mine.iloc[0]
-        texts = [str(model), f"{first['parameters']:,}", f"{first['lr']:g}",
-                 f"{mine['validation_bits_per_token'].mean():.3f}",
-                 f"{values.mean():.3f} ({values.min():.3f} to {values.max():.3f})", *texts]
-        lines.append("| " + " | ".join(texts) + " |")
-    return "\n".join(lines)
-
-
-def scan(folder: Path) -> str:
-    """The table of `benchmarks.scan`."""
-    rows = pd.read_csv(folder / "scan.csv")
-    lines = ["| B x T x D | scan | backend | forward, over its bound | forward + backward, over its bound | forward, ns a "
-             "token | forward + backward, ns a token | python loop, over forward |", "|---" * 8 + "|"]
-    for key, group in rows.groupby(["B", "T", "D", "op", "backend"], sort=False):
-        B, T, D, op, backend = key
-        forward, both = (group[group["direction"] == name].iloc[0] for name in ("forward", "forward + backward"))
-        lines.append(
-            f"| {B} x {T:,} x {D} | `{op}` | {backend} | {forward['over_bound']:.2f} | {both['over_bound']:.2f} | "
-            f"{forward['ns_per_token']:.0f} | {both['ns_per_token']:.0f} | {forward['loop_over_it']:.1f} |")
-    return "\n".join(lines)
-
-
-BODIES = {body.__name__: body for body in (crossover, crossover_beside_published, ablation, scan)}
 
 _HEAD = """\
 # Results
@@ -173,7 +87,7 @@ def page(results: Path, beside: Path) -> str:
         parts += [f"## {section.title}\n", section.text]
         if (folder / COMMANDS).is_file():
             parts.append("".join(f"    {line}\n" for line in (folder / COMMANDS).read_text().splitlines()))
-        body = BODIES[section.body](folder) if section.body else (folder / section.files[0]).read_text().strip()
+        body = section.body(folder) if section.body else (folder / section.files[0]).read_text().strip()
         parts.append(body + "\n")
         for figure in section.figures:
             if (folder / figure).is_file():

@@ -1,5 +1,6 @@
 """Results of a study as a table, as differences by seed, and as a figure."""
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -10,10 +11,12 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from scipy import stats
 
-from eval.results import write
+from eval.results import write, write_lines
 from eval.study.cells import curve
+from eval.tables import markdown, save, spread
 
 STAGE_TITLES = {"shared": "shared learning rate", "best": "each model's best learning rate"}
+
 
 def frame(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """One row a result, with the columns that tables and plots use."""
@@ -29,82 +32,67 @@ def frame(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
     } for result in results])
 
 
-def paired(rows: pd.DataFrame, by: Sequence[str], model: str, rival: str, value: str = "bits_per_byte") -> pd.DataFrame:
+def paired(rows: pd.DataFrame, model: str, rival: str) -> pd.DataFrame:
     """
-    Differences `model - rival` seed by seed, within each group of the columns `by`.
+    Differences `model - rival` of the test losses seed by seed, at each length.
 
     Returns:
-        The columns `by`, `difference` (the mean), `low` and `high` (the 95% confidence interval of the paired t-test; none
-        with one seed), `seeds`, and `wins`: seeds in which the model is the lower one.
+        `seq_len`, `difference` (the mean), `low` and `high` (the 95% confidence interval of the paired t-test; NaN with one
+        seed), `seeds`, and `wins`: seeds in which the model is the lower one.
     """
-    wide = rows.pivot_table(index=[*by, "seed"], columns="model", values=value)
     found = []
-    for key, pairs in wide[[model, rival]].dropna().groupby(level=list(range(len(by)))):
+    losses = rows.pivot(index=["seq_len", "seed"], columns="model", values="bits_per_byte")
+    for length, pairs in losses[[model, rival]].dropna().groupby("seq_len"):
         difference = pairs[model] - pairs[rival]
-        low = high = float("nan")
+        low = high = math.nan
         if len(pairs) > 1:
             low, high = stats.ttest_rel(pairs[model], pairs[rival]).confidence_interval()
-        keys = key if isinstance(key, tuple) else (key,)
-        found.append({**dict(zip(by, keys, strict=True)), "difference": difference.mean(), "low": low, "high": high,
-                      "seeds": len(pairs), "wins": int((difference < 0).sum())})
+        found.append({"seq_len": length, "difference": difference.mean(), "low": low, "high": high, "seeds": len(pairs),
+                      "wins": (difference < 0).sum()})
     return pd.DataFrame(found)
 
 
-def table(rows: pd.DataFrame, value: str = "bits_per_byte") -> str:
-    """Mean over seeds (and the spread, lowest to highest) by model and length, as Markdown."""
+def table(rows: pd.DataFrame) -> str:
+    """Test loss by model and length, mean over seeds and spread, as Markdown."""
     lengths = sorted(rows["seq_len"].unique())
-    lines = ["| model | learning rate | " + " | ".join(f"{length:,}" for length in lengths) + " |",
-             "|---|---|" + "---|" * len(lengths)]
-    for model in rows["model"].unique():
-        mine = rows[rows["model"] == model]
-        texts = []
-        for length in lengths:
-            values = mine[mine["seq_len"] == length][value]
-            label = " (beyond trained length)" * bool(mine[mine["seq_len"] == length]["beyond_trained_length"].any())
-            texts.append(f"{values.mean():.3f} ({values.min():.3f} to {values.max():.3f}){label}" if len(values) else "")
-        lines.append(f"| {model} | {', '.join(f'{lr:g}' for lr in sorted(mine['lr'].unique()))} | {' | '.join(texts)} |")
-    return "\n".join(lines)
-
-
-def differences(rows: pd.DataFrame, value: str = "bits_per_byte") -> str:
-    """Differences between every two models by seed and length, with confidence intervals, as Markdown."""
-    models = list(rows["model"].unique())
-    lines = ["| length | models | difference | 95% interval | lower in |", "|---|---|---|---|---|"]
-    for index, model in enumerate(models):
-        for rival in models[index + 1:]:
-            for row in paired(rows, ["seq_len"], model, rival, value).itertuples():
-                lines.append(f"| {row.seq_len:,} | {model} - {rival} | {row.difference:+.3f} | "
-                             f"{interval(row.low, row.high)} | {row.wins} of {row.seeds} |")
-    return "\n".join(lines)
-
-
-def interval(low: float, high: float) -> str:
-    """An interval in words."""
-    return "one seed" if math.isnan(low) else f"{low:+.3f} to {high:+.3f}"
-
-
-def sweep(rows: pd.DataFrame, value: str = "validation_bits_per_token") -> str:
-    """Validation loss of each model at each learning rate, as Markdown; the best in bold."""
-    lrs = sorted(rows["lr"].unique())
-    lines = [f"| model | {' | '.join(f'{lr:g}' for lr in lrs)} |", "|---" * (1 + len(lrs)) + "|"]
+    lines = []
     for model, mine in rows.groupby("model", sort=False):
-        values = mine.set_index("lr")[value]
-        texts = [f"{values[lr]:.3f}" if lr in values else "" for lr in lrs]
-        lines.append(f"| {model} | " + " | ".join(f"**{text}**" if lr == values.idxmin() else text
-                                                 for lr, text in zip(lrs, texts, strict=True)) + " |")
-    return "\n".join(lines)
+        by_length = {
+            length: spread(some["bits_per_byte"]) + " (beyond trained length)" * bool(some["beyond_trained_length"].any())
+            for length, some in mine.groupby("seq_len")}
+        lrs = ", ".join(f"{lr:g}" for lr in sorted(mine["lr"].unique()))
+        lines.append([model, lrs, *(by_length.get(length, "") for length in lengths)])
+    return markdown(["model", "learning rate", *(f"{length:,}" for length in lengths)], lines)
+
+
+def differences(rows: pd.DataFrame) -> str:
+    """Differences between every two models by seed and length, with confidence intervals, as Markdown."""
+    return markdown(["length", "models", "difference", "95% interval", "lower in"], [
+        [f"{row.seq_len:,}", f"{model} - {rival}", *in_words(row)]
+        for model, rival in itertools.combinations(rows["model"].unique(), 2)
+        for row in paired(rows, model, rival).itertuples()])
+
+
+def in_words(row: Any) -> tuple[str, str, str]:
+    """A row of `paired`: the difference, its interval, and in how many seeds the model is lower."""
+    interval = "one seed" if math.isnan(row.low) else f"{row.low:+.3f} to {row.high:+.3f}"
+    return f"{row.difference:+.3f}", interval, f"{row.wins} of {row.seeds}"
+
+
+def sweep(rows: pd.DataFrame) -> str:
+    """Validation loss of each model at each learning rate, as Markdown; the best in bold."""
+    losses = rows.pivot(index="model", columns="lr", values="validation_bits_per_token").loc[rows["model"].unique()]
+    return markdown(["model", *(f"{lr:g}" for lr in losses)], [
+        [model, *("" if math.isnan(loss) else f"**{loss:.3f}**" if loss == mine.min() else f"{loss:.3f}" for loss in mine)]
+        for model, mine in losses.iterrows()])
 
 
 def costs(rows: pd.DataFrame) -> str:
     """Size, operations, speed, memory and kernels by model and length, as Markdown."""
-    lines = ["| model | length | parameters | FLOPs a token | tokens/s | peak memory, GiB | kernels |",
-             "|---|---|---|---|---|---|---|"]
-    for (model, length), group in rows.groupby(["model", "seq_len"], sort=False):
-        first = group.iloc[0]
-        lines.append(
-            f"| {model} | {length:,} | {first['parameters']:,} | {first['flops_per_token'] / 1e6:.2f} M | "
-            f"{group['tokens_per_second'].median():,.0f} | {group['peak_memory_gib'].max():.2f} | {first['kernels']} |")
-    return "\n".join(lines)
+    return markdown(["model", "length", "parameters", "FLOPs a token", "tokens/s", "peak memory, GiB", "kernels"], [
+        [model, f"{length:,}", f"{group['parameters'].iloc[0]:,}", f"{group['flops_per_token'].iloc[0] / 1e6:.2f} M",
+         f"{group['tokens_per_second'].median():,.0f}", f"{group['peak_memory_gib'].max():.2f}", group["kernels"].iloc[0]]
+        for (model, length), group in rows.groupby(["model", "seq_len"], sort=False)])
 
 
 def plot(frames: dict[str, pd.DataFrame], file: Path) -> None:
@@ -122,9 +110,7 @@ def plot(frames: dict[str, pd.DataFrame], file: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("bits per byte, same targets for all")
     axes[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    save(figure, file)
 
 
 def plot_curves(results: Sequence[dict[str, Any]], folders: Sequence[Path], file: Path) -> None:
@@ -142,20 +128,18 @@ def plot_curves(results: Sequence[dict[str, Any]], folders: Sequence[Path], file
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("bits per token, in training")
     axes[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    save(figure, file)
 
 
 def report(study: dict[str, Any], out: Path, figure: str) -> None:
     """Writes what `protocol.run` gave: results.jsonl, results.csv, best_lrs.json and a figure; prints the tables."""
-    frames = {stage: frame(results) for stage, results in study["results"].items() if results}
-    lines = [json.dumps({"stage": stage, **result}) for stage, results in study["results"].items() for result in results]
-    write(out / "results.jsonl", "".join(f"{line}\n" for line in lines))
+    stages = {stage: results for stage, results in study["results"].items() if results}
+    frames = {stage: frame(results) for stage, results in stages.items()}
+    results = [{"stage": stage, **result} for stage, results in stages.items() for result in results]
+    write_lines(out / "results.jsonl", results)
     write(out / "best_lrs.json", json.dumps(study["lrs"]))
-    first = next((result for results in study["results"].values() for result in results), None)
-    if first is not None:
-        text, machine = first["cell"]["text"], first["machine"]
+    if results:
+        text, machine = results[0]["cell"]["text"], results[0]["machine"]
         names = {"bytes": "bytes, bits per byte", "hf": "those of a tokenizer.json"}
         write(out / "facts.json", json.dumps({
             "text": f"{Path(text['path']).name or text['dataset']} (SHA-256 {text['digest'][:12]}), first 90% train",
@@ -166,8 +150,8 @@ def report(study: dict[str, Any], out: Path, figure: str) -> None:
     grids = {STAGE_TITLES[stage]: rows for stage, rows in frames.items() if stage in STAGE_TITLES}
     if grids:
         plot(grids, out / figure)
-        # of another machine's cells the logged steps came along
-        results = study["results"]["best" if study["results"].get("best") else "shared"]
-        plot_curves(results, [out / "cells" / result["name"] for result in results], out / "curves.png")
+        # the logged steps of another machine's cells came along with them
+        best = stages.get("best", stages.get("shared", []))
+        plot_curves(best, [out / "cells" / result["name"] for result in best], out / "curves.png")
         print("\n\n".join(f"{title}\n\n{table(rows)}\n\n{differences(rows)}" for title, rows in grids.items()))
     print(f"\n{out / 'results.csv'}, {out / 'results.jsonl'}")

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from eval.tables import markdown
+
 # bits per token of GPT-2's tokens, by length: Transformer, Mamba, Harmonic; one seed
 ENWIK8 = {
     1024: (6.662, 6.616, 6.571),
@@ -45,30 +47,24 @@ def comparison(rows: pd.DataFrame, harmonic: str, mamba: str, llama: str) -> str
             Labels of the models to set beside the published ones.
     """
     means = rows.groupby(["model", "seq_len"])["bits_per_byte"].mean()
-    lines = [
-        "| length | published, bits a token: Transformer | Mamba | Harmonic | gap to Transformer | here, bits a byte: "
-        f"{llama} | {mamba} | {harmonic} | gap to {llama} | gap to {mamba} |", "|---" * 10 + "|"]
+    lines = []
     for length in sorted({*ENWIK8, *rows["seq_len"]}):
         theirs = ENWIK8.get(length, (None, None, None))
-        transformer, _, published = theirs
         missing = "out of memory" if length in ENWIK8 else "not run"
-        texts = [f"{length:,}", *(missing if value is None else f"{value:.3f}" for value in theirs)]
-        texts.append(f"{1 - published / transformer:+.1%}" if published and transformer else "")
-        ours = {name: means.get((name, length)) for name in (llama, mamba, harmonic)}
-        texts += ["not run" if value is None else f"{value:.3f}" for value in ours.values()]
-        mine = ours[harmonic]
-        texts += [f"{1 - mine / rival:+.1%}" if mine is not None and (rival := ours[name]) is not None else ""
-                  for name in (llama, mamba)]
-        lines.append("| " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+        ours = [means.get((name, length)) for name in (llama, mamba, harmonic)]
+        lines.append([
+            f"{length:,}", *(missing if value is None else f"{value:.3f}" for value in theirs), _gap(theirs[2], theirs[0]),
+            *("not run" if value is None else f"{value:.3f}" for value in ours),
+            *(_gap(ours[2], rival) for rival in ours[:2])])
+    return markdown(["length", "published, bits a token: Transformer", "Mamba", "Harmonic", "gap to Transformer",
+                     f"here, bits a byte: {llama}", mamba, harmonic, f"gap to {llama}", f"gap to {mamba}"], lines)
 
 
-def differences(
-    text: str,
-    tokenizer: str,
-    rows: pd.DataFrame,
-    machine: str,
-) -> str:
+def _gap(harmonic: float | None, rival: float | None) -> str:
+    return "" if harmonic is None or rival is None else f"{1 - harmonic / rival:+.1%}"
+
+
+def differences(text: str, tokenizer: str, rows: pd.DataFrame, machine: str) -> str:
     """How the two set-ups differ, as Markdown."""
     sizes = rows["parameters"]
     return _DIFFERENCES.format(

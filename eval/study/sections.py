@@ -1,8 +1,10 @@
 """What the page of results has, in its order: the words around the tables of each study."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from eval.study import published
+from eval.study import bodies, published
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,8 @@ class Section:
             What was done, in words that hold whatever came out.
         files (tuple[str, ...]):
             Results that are kept, of which the first has to be there.
-        body (str):
-            Which function of `eval.report` makes the tables. Default: none, the first file has them in Markdown.
+        body (Callable, Optional):
+            Makes the tables of the folder. Default: the first file has them in Markdown.
         figures (tuple[str, ...]):
             Names of figures. Default: none.
     """
@@ -27,7 +29,7 @@ class Section:
     title: str
     text: str
     files: tuple[str, ...]
-    body: str = ""
+    body: Callable[[Path], str] | None = None
     figures: tuple[str, ...] = ()
 
 
@@ -39,7 +41,7 @@ Models x lengths x seeds under one token budget: every cell is a run of stock to
 scored on the same target tokens, in windows as long as it was trained on and a stride of half of them. Speeds are those of
 cells that ran beside one another on a machine that did other work, too: the losses are what was studied. Harmonic's flavor
 here comes from a search that the other families did not have (next section).
-""", ("results.csv", "best_lrs.json", "facts.json"), "crossover_beside_published", ("crossover.png", "curves.png")),
+""", ("results.csv", "best_lrs.json", "facts.json"), bodies.crossover_beside_published, ("crossover.png", "curves.png")),
     Section("search", "Blocks around the three levels", """\
 Variants of the debug stack at equal parameters, tokens and sweeps, with Mamba and Llama beside them; each at its best.
 Only Harmonic was searched. This table is the last round: 29 configurations of Harmonic were tried before it on the same text,
@@ -47,13 +49,13 @@ one seed each and most at one learning rate, with their test losses in sight; Ma
 and nothing else. `debug-best` is the variant with three blocks that keeps a slow level; on the validation split the one with
 all levels fast was a little lower, and was left for its short memory. So where `debug-best` is compared with another family,
 Harmonic had the larger tuning budget, and part of the test text had been seen in choosing it.
-""", ("results.csv",), "ablation"),
+""", ("results.csv",), bodies.ablation),
     Section("ablation", "What the parts are worth", f"""\
 Variants of the debug flavor at equal parameters, at one learning rate, in pairs with the full model. Its decays are free and
 begin in the paper's ranges (`init`); in the other timescale mode they are confined to them (`bounded`). The histograms are the
 timescales of the trained channels on the test text. The published ablation (WikiText-2, 8,192 tokens, one seed, bits
 per token) has {", ".join(f"{name} {bits}" for name, bits in published.ABLATION.items())}.
-""", ("results.csv", "timescales.json"), "ablation", ("timescales.png",)),
+""", ("results.csv", "timescales.json"), bodies.ablation, ("timescales.png",)),
     Section("audit", "Causality", """\
 Every flavor of the plugin, untrained, and models with planted leaks, which have to be caught: a shift by one token, pooling
 over four, a norm over time, one early position that reads a late one, a bidirectional layer.
@@ -91,7 +93,7 @@ Audit, loss with growing context, and the time and memory of a generated token a
 """, ("hallamonic.md", "generation.csv", "length/length.png"), figures=("generation.png",)),
     Section("compare", "Two novels", """\
 The debug flavors on the text that comes with the package, one seed, one learning rate: `make compare`.
-""", ("results.csv",), "crossover", ("curves.png",)),
+""", ("results.csv",), bodies.crossover, ("curves.png",)),
     Section("train", "The first run", """\
 The debug flavor on two novels: `make train`.
 """, _TABLE),
@@ -106,5 +108,5 @@ Processes that have read or written texts of two lengths, timed in turn, 100 tok
 Time of a scan that allocates its output over the time to stream the bytes that it must move (a `torch.add` of its two inputs
 into a ready buffer, scaled by the number of tensors), and of a python loop over the tokens over the scan's. `numba` is the
 default on a CPU, `torch` what runs without numba.
-""", ("scan.csv",), "scan", ("scan.png",)),
+""", ("scan.csv",), bodies.scan, ("scan.png",)),
 )

@@ -80,7 +80,7 @@ def test_interval_is_that_of_the_differences_by_seed(pairs: list[tuple[float, fl
     d = a - b
     # of equal differences scipy's interval is rounding
     assume(d.std() > 1e-6)
-    found = paired(rows_of({"a": list(a), "b": list(b)}), ["seq_len"], "a", "b").iloc[0]
+    found = paired(rows_of({"a": list(a), "b": list(b)}), "a", "b").iloc[0]
     half = stats.t.ppf(0.975, len(d) - 1) * d.std(ddof=1) / len(d) ** 0.5
     assert found["difference"] == pytest.approx(d.mean(), abs=1e-12)
     assert (found["low"], found["high"]) == pytest.approx((d.mean() - half, d.mean() + half), rel=1e-6)
@@ -89,7 +89,7 @@ def test_interval_is_that_of_the_differences_by_seed(pairs: list[tuple[float, fl
 
 def test_seed_that_one_model_lacks_is_no_pair() -> None:
     rows = pd.concat([rows_of({"a": [2.0, 2.2, 2.4], "b": [3.0, 3.1]}), rows_of({"a": [1.0], "b": [0.5]}, 128)])
-    found = paired(rows, ["seq_len"], "a", "b").set_index("seq_len")
+    found = paired(rows, "a", "b").set_index("seq_len")
     assert found.loc[64, "seeds"] == 2
     assert found.loc[64, "difference"] == pytest.approx(-0.95)
     # one seed has no interval
