@@ -106,14 +106,14 @@ def audit(model: nn.Module, length: int = 264, bound: float = 1e-5, batch_size: 
     return Audit(failure, len(tried), length, largest, effect, bits, math.log2(V), packing)
 
 
-def check_causal(model: nn.Module) -> Audit:
+def check_causal(model: nn.Module, length: int = 264) -> Audit:
     """
     The audit of a model that is about to be scored.
 
     Raises:
         RuntimeError: the model reads the future, or its logits are not finite.
     """
-    verdict = audit(model)
+    verdict = audit(model, length)
     if not verdict.causal:
         raise RuntimeError(
             f"expected a model whose logits depend on earlier tokens alone; found {verdict.failure}. It reads the future (or "

@@ -1,7 +1,5 @@
 """Losses of a model by how many tokens stand before a target, at lengths whose logits do not fit memory."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -11,24 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import MambaForCausalLM, PreTrainedModel
 
-from eval.scoring.targets import bits, target_losses, window_losses
+from eval.scoring.targets import bits, window_losses
 from fla_harmonic import HallamonicForCausalLM, HarmonicForCausalLM
 from fla_harmonic.layers.harmonic import HarmonicAttention
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Targets at positions `[first, stop)` of windows; the one at position p is predicted from p + 1 tokens."""
-
-    first: int
-    stop: int
-    targets: int
-    bits: float
-    """Sum of their losses."""
-
-    @property
-    def bits_per_token(self) -> float:
-        return self.bits / self.targets
 
 
 class Losses:
@@ -105,49 +88,19 @@ def window_starts(num_tokens: int, length: int, windows: int) -> list[int]:
     return np.unique(np.linspace(0, num_tokens - 1 - length, windows).round().astype(int)).tolist()
 
 
-def position_losses(
-    model: PreTrainedModel,
-    tokens: np.ndarray,
-    starts: Sequence[int],
-    length: int,
-    losses_of: Losses,
-    progress: Callable[[int], None] | None = None,
-) -> torch.Tensor:
-    """
-    Losses of all targets of windows.
-
-    Args:
-        model (PreTrainedModel):
-            A causal language model in evaluation mode.
-        tokens (np.ndarray):
-            Token ids of the text, `[n]`.
-        starts (Sequence[int]):
-            First tokens of the windows.
-        length (int):
-            Input tokens of a window.
-        losses_of (Losses):
-            Of this model.
-        progress (Callable[[int], None], Optional):
-            Called with the number of targets that were done. Default: `None`.
-
-    Returns:
-        torch.Tensor:
-            Nats, float64 `[len(starts), length]` on the CPU.
-    """
-    return torch.stack([
-        target_losses(model, tokens, start + 1, start + length + 1, length, length, progress=progress, losses_of=losses_of)
-        for start in starts])
-
-
-def buckets(losses: torch.Tensor) -> list[Bucket]:
+def buckets(losses: torch.Tensor) -> list[dict[str, Any]]:
     """
     Losses by position in buckets that double: after 1, 2, 3 to 4, 5 to 8, ... tokens. Every target is in one of them.
 
     Args:
         losses (torch.Tensor):
             Nats, `[windows, length]`, length >= 1.
+
+    Returns:
+        For each bucket the positions `[first, stop)`, of which p is predicted from p + 1 tokens, the number of `targets`, and
+        the sum of their losses in `bits`.
     """
     length = losses.shape[1]
     edges = [0, *(2 ** power for power in range(length.bit_length()) if 2 ** power < length), length]
-    return [Bucket(first, stop, losses[:, first:stop].numel(), bits(losses[:, first:stop]))
+    return [{"first": first, "stop": stop, "targets": losses[:, first:stop].numel(), "bits": bits(losses[:, first:stop])}
             for first, stop in pairwise(edges)]

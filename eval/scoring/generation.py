@@ -1,11 +1,10 @@
-"""What a token costs to generate after a growing context: time, and the memory of what the model keeps of the context."""
+"""What generation costs per token after a growing context: time, and the memory of what the model keeps of the context."""
 
-import hashlib
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,9 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from eval.results import machine, write
+from eval.results import Record, finished, machine, record_digest
+from eval.scoring.models import is_beyond
+from eval.tables import curve, markdown, save
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Generation:
         return _now(ids.device) - began
 
     def generate(self, tokens: int) -> float:
-        """Seconds a token, over some tokens."""
+        """Seconds per token, over some tokens."""
         return sum(self.read(self.token) for _ in range(tokens)) / tokens
 
     @property
@@ -82,7 +83,7 @@ def _now(device: torch.device) -> float:
 
 def measure(
     subjects: Sequence[Subject], tokens: np.ndarray, context: int, new_tokens: int, rounds: int, piece: int,
-) -> list[dict[str, Any]]:
+) -> list[Record]:
     """
     Lets models generate in turn, so that what else the machine does meets all alike.
 
@@ -114,74 +115,59 @@ def measure(
             seconds.append(run.generate(new_tokens))
     return [
         {"model": subject.label, "seconds_a_token": statistics.median(seconds), "seconds_to_read": read, "cache_bytes": size,
-         "beyond_trained_length": subject.limit is not None and context > subject.limit}
+         "beyond_trained_length": is_beyond(context, subject.limit)}
         for subject, seconds, read, size in zip(subjects, times, reading, kept, strict=True)]
 
 
 def run(
     subjects: Sequence[Subject], tokens: np.ndarray, contexts: Sequence[int], new_tokens: int, rounds: int, piece: int,
     out: Path,
-) -> list[dict[str, Any]]:
+) -> list[Record]:
     """The records of all contexts; those that are in `out` are read, the others measured. Arguments as `measure`."""
-    records = []
-    with tqdm(contexts, desc="generation", unit="context") as bar:
-        for context in bar:
-            bar.set_postfix_str(f"{context:,} tokens")
-            cell = {"context": context, "new_tokens": new_tokens, "rounds": rounds, "piece": piece,
-                    "models": [[subject.label, subject.digest] for subject in subjects],
-                    "threads": torch.get_num_threads()}
-            name = hashlib.sha256(json.dumps(cell, sort_keys=True).encode()).hexdigest()[:16]
-            file = out / "cells" / f"generation-{context}-{name}.json"
-            if not file.is_file():
-                results = measure(subjects, tokens, context, new_tokens, rounds, piece)
-                write(file, json.dumps({"cell": cell, "results": results, "machine": machine()}))
-            records.append(json.loads(file.read_text()))
-    return records
+    common = {"new_tokens": new_tokens, "rounds": rounds, "piece": piece,
+              "models": [[subject.label, subject.digest] for subject in subjects], "threads": torch.get_num_threads()}
+
+    def measured(cell: Record) -> Record:
+        return {"cell": cell, "results": measure(subjects, tokens, cell["context"], new_tokens, rounds, piece),
+                "machine": machine()}
+
+    cells = [{"context": context, **common} for context in contexts]
+    return [finished(out / "cells" / f"generation-{cell['context']}-{record_digest(cell)}.json", partial(measured, cell))
+            for cell in tqdm(cells, desc="generation", unit="context")]
 
 
-def frame(records: Sequence[dict[str, Any]]) -> pd.DataFrame:
+def frame(records: Sequence[Record]) -> pd.DataFrame:
     """A row for each context and model, with the ratios to the first model at the same context."""
-    rows = []
-    for record in records:
-        first = record["results"][0]
-        rows += [{"context": record["cell"]["context"], **result,
-                  "time_ratio": result["seconds_a_token"] / first["seconds_a_token"],
-                  "cache_ratio": result["cache_bytes"] / first["cache_bytes"]} for result in record["results"]]
-    return pd.DataFrame(rows)
+    rows = pd.DataFrame([{"context": record["cell"]["context"], **result}
+                         for record in records for result in record["results"]])
+    costs = rows[["seconds_a_token", "cache_bytes"]]
+    return rows.assign(**(costs / costs.groupby(rows["context"]).transform("first")).set_axis(
+        ["time_ratio", "cache_ratio"], axis="columns"))
 
 
-def table(records: Sequence[dict[str, Any]]) -> str:
+def table(records: Sequence[Record]) -> str:
     """Records as Markdown: a row for each context, the other models with their ratio to the first."""
     rows = frame(records)
-    models = list(rows["model"].unique())
-    lines = [f"| context | {' | '.join(f'{model}: ms a token | cache, MiB' for model in models)} |",
-             "|---" * (1 + 2 * len(models)) + "|"]
+    models, lines = list(rows["model"].unique()), []
     for context, group in rows.groupby("context"):
-        texts = []
+        texts = [f"{context:,}"]
         for index, row in enumerate(group.set_index("model").loc[models].to_dict("records")):
-            label = " (beyond trained length)" if row["beyond_trained_length"] else ""
-            of_first = [f" ({row[ratio]:.2g}x)" if index else "" for ratio in ("time_ratio", "cache_ratio")]
-            texts.append(f"{1000 * row['seconds_a_token']:.2f}{of_first[0]}{label}")
-            texts.append(f"{row['cache_bytes'] / 2**20:.3g}{of_first[1]}")
-        lines.append(f"| {context:,} | {' | '.join(texts)} |")
-    return "\n".join(lines)
+            time_ratio, cache_ratio = (f" ({row[ratio]:.2g}x)" * (index > 0) for ratio in ("time_ratio", "cache_ratio"))
+            beyond = " (beyond trained length)" * row["beyond_trained_length"]
+            texts += [f"{1000 * row['seconds_a_token']:.2f}{time_ratio}{beyond}",
+                      f"{row['cache_bytes'] / 2**20:.3g}{cache_ratio}"]
+        lines.append(texts)
+    return markdown(["context", *(f"{model}: {of}" for model in models for of in ("ms per token", "cache, MiB"))], lines)
 
 
-def plot(records: Sequence[dict[str, Any]], file: Path) -> None:
-    """Time a token and bytes kept against the context; beyond the trained length hollow."""
+def plot(records: Sequence[Record], file: Path) -> None:
+    """Time per token and bytes kept against the context; beyond the trained length dashed, with hollow markers."""
     rows = frame(records)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
-    columns = (("seconds_a_token", 1e3, "milliseconds a token"), ("cache_bytes", 2**-20, "MiB kept of the context"))
+    columns = (("seconds_a_token", 1e3, "milliseconds per token"), ("cache_bytes", 2**-20, "MiB kept of the context"))
     for axis, (column, scale, title) in zip(axes, columns, strict=True):
-        for index, (model, mine) in enumerate(rows.groupby("model", sort=False)):
-            beyond = mine["beyond_trained_length"]
-            axis.plot(mine["context"], mine[column] * scale, color=f"C{index}", label=model)
-            for some, face in ((mine[~beyond], f"C{index}"), (mine[beyond], "white")):
-                axis.plot(some["context"], some[column] * scale, f"C{index}o", markerfacecolor=face)
+        for index, (model, mine) in enumerate(rows.set_index("context").groupby("model", sort=False)):
+            curve(axis, mine[column] * scale, mine["beyond_trained_length"], str(model), f"C{index}")
         axis.set(xlabel="tokens of context", title=title, ylim=(0, None))
-        axis.set_xscale("log", base=2)
-        axis.grid(alpha=0.3)
-    axes[0].legend(title="hollow: beyond trained length" if rows["beyond_trained_length"].any() else None)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    axes[0].legend(title="dashed: beyond trained length" if rows["beyond_trained_length"].any() else None)
+    save(figure, file)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eval.hallamonic_start import Options, bits_per_token, main, read_windows
+from eval.hallamonic.start import Options, bits_per_token, main, read_windows
 
 
 def word(token: int) -> str:

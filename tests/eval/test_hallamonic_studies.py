@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval import hallamonic, hallamonic_debug, hallamonic_phase1
+from eval.hallamonic import compare, debug, phase1
 from eval.scoring import generation
 from eval.scoring.generation import Generation, Subject
 from eval.study.cells import Cell
@@ -87,11 +87,11 @@ def test_the_command_compares_original_and_converted(tmp_path: Path, capsys: pyt
     for name, replaced in (("llama", []), ("converted", [0, 1, 2])):
         model(replaced).save_pretrained(tmp_path / name)
         ByteTokenizer().save_pretrained(tmp_path / name)
-    options = hallamonic.Options(
+    options = compare.Options(
         original=tmp_path / "llama", converted=(tmp_path / "converted",), labels=("all layers",), contexts=(16, 64),
         targets=32, generation_contexts=(16, 48), new_tokens=1, rounds=1,
         config_file=Path("titan_configs/hallamonic_debug_phase1.toml"), out=tmp_path / "out")
-    hallamonic.main(options, [])
+    compare.main(options, [])
     text = (tmp_path / "out/hallamonic.md").read_text()
     audit, context, _, cost = (part for part in text.split("\n\n") if part.startswith("|"))
     assert [line.split(" | ")[:2] for line in audit.splitlines()[2:]] == [["| original", "yes"], ["| all layers", "yes"]]
@@ -102,11 +102,11 @@ def test_the_command_compares_original_and_converted(tmp_path: Path, capsys: pyt
     lines = [json.loads(line) for line in (tmp_path / "out/generation.jsonl").read_text().splitlines()]
     assert [record["cell"]["context"] for record in lines] == [16, 48]
     capsys.readouterr()
-    hallamonic.main(options, [])
+    compare.main(options, [])
     # times too: nothing was measured again
     assert (tmp_path / "out/hallamonic.md").read_text() == text
     with pytest.raises(ValueError, match="different `labels`"):
-        hallamonic.main(hallamonic.Options(options.original, options.converted, ("original",)), [])
+        compare.main(compare.Options(options.original, options.converted, ("original",)), [])
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Cell], list[Convert]
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "tokenizer.json").write_text("{}")
 
-    for module in (hallamonic_debug, hallamonic_phase1):
+    for module in (debug, phase1):
         monkeypatch.setattr(module, "run_cells", run_cells)
         monkeypatch.setattr(module, "convert", convert)
     return cells, converted
@@ -132,7 +132,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Cell], list[Convert]
 
 def test_each_run_of_the_study_begins_with_the_one_before(recorded: tuple[list[Cell], list[Convert]], tmp_path: Path) -> None:
     cells, converted = recorded
-    found = hallamonic_debug.study(hallamonic_debug.Options(
+    found = debug.study(debug.Options(
         seeds=(3, 5), phase_steps=(7, 2), control=True, out=tmp_path))
     assert {label: len(folders) for label, folders in found.items()} == dict.fromkeys([
         "Llama", "attention, converted", "random, converted", "attention, phase 1", "random, phase 1", "attention, phase 2",
@@ -149,7 +149,7 @@ def test_each_run_of_the_study_begins_with_the_one_before(recorded: tuple[list[C
         control = by_label("llama-on")[index]
         assert (control.text.assets, control.seed, control.steps) == (str(found["Llama"][index]), seed, 9)
     # another beginning is another run, wherever it lies
-    other = hallamonic_debug.study(hallamonic_debug.Options(seeds=(3,), llama_steps=1, phase_steps=(7, 2), out=tmp_path))
+    other = debug.study(debug.Options(seeds=(3,), llama_steps=1, phase_steps=(7, 2), out=tmp_path))
     assert not set(other["attention, phase 2"]) & set(found["attention, phase 2"])
 
 
@@ -162,14 +162,14 @@ def test_phase_1_is_drawn_beside_the_original(
     llama().save_pretrained(tmp_path / "llama")
     score = {"test": {"bits_per_token": 2.5, "audit": {"random_bits_per_token": 9.0, "log2_vocab": 8.0}}}
     scored: list[Path] = []
-    monkeypatch.setattr(hallamonic_phase1, "scores", lambda cell, job, directory: (scored.append(directory), score)[1])
-    monkeypatch.setattr(hallamonic_phase1, "step_losses", lambda directory, job: [3.25, 3.125])
-    monkeypatch.setattr(hallamonic_phase1, "run_cells", lambda some, *rest: (cells.extend(some), [score] * len(some))[1])
-    monkeypatch.setattr(hallamonic_phase1, "curve", lambda folder: pd.DataFrame(
+    monkeypatch.setattr(phase1, "scores", lambda cell, job, directory: (scored.append(directory), score)[1])
+    monkeypatch.setattr(phase1, "step_losses", lambda directory, job: [3.25, 3.125])
+    monkeypatch.setattr(phase1, "run_cells", lambda some, *rest: (cells.extend(some), [score] * len(some))[1])
+    monkeypatch.setattr(phase1, "curve", lambda folder: pd.DataFrame(
         {"step": [1, 2], "bits_per_token": [5.0, 4.0] if folder.name.startswith("attention") else [7.0, 6.0]}))
-    options = hallamonic_phase1.Options(model=tmp_path / "llama", layers="1", steps=2, out=tmp_path / "out")
-    hallamonic_phase1.main(options)
-    hallamonic_phase1.main(options)
+    options = phase1.Options(model=tmp_path / "llama", layers="1", steps=2, out=tmp_path / "out")
+    phase1.main(options)
+    phase1.main(options)
     # the original is scored once
     assert scored == [tmp_path / "llama"]
     assert [(begun.init, begun.layers) for begun in converted[:2]] == [("attention", "1"), ("random", "1")]

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, PreTrainedModel
 
-from eval import length
-from eval.length import BEYOND, UNKNOWN, Options, Plan, frame, main, measure, plan_of, table, text_bytes
+from eval.scoring import length
 from eval.scoring.context import Losses, buckets, is_recurrent, plain_head, window_starts
+from eval.scoring.length import BEYOND, UNKNOWN, Options, Plan, compare, frame, measure, plan_of, table, text_bytes
 from eval.scoring.planted_leaks import Table
 from eval.scoring.targets import window_losses
 from fla_harmonic import HarmonicConfig, HarmonicForCausalLM
@@ -111,10 +111,10 @@ def test_a_model_that_changes_its_logits_is_scored_on_them(models: dict[str, Pre
 
 def test_every_target_is_predicted_from_its_context_alone(models: dict[str, PreTrainedModel]) -> None:
     tokens = np.random.default_rng(0).integers(0, 256, 300).astype(np.uint8)
-    plan = Plan((8, 128), range(260, 300), (0,), 1, 40, "digest", False)
+    plan = Plan((8, 128), range(260, 300), (0,), 1, 40, "digest")
     for name in ("harmonic", "llama", "mamba"):
         model, losses_of = models[name], Losses(models[name], 64)
-        for cell in plan.cells("weights", None)[:2]:
+        for cell in plan.measurements("weights", None)[:2]:
             result = measure(model, cell, tokens, 40, losses_of, 256)
             expected = 0.0
             for target in plan.targets:
@@ -127,26 +127,27 @@ def test_every_target_is_predicted_from_its_context_alone(models: dict[str, PreT
 
 
 def test_default_stride_gives_every_target_half_the_context_or_more() -> None:
-    plan = Plan((1, 16, 64, 1000), range(1000, 1100), (0,), None, 100, "digest", False)
-    cells = plan.cells("weights", None)
+    plan = Plan((1, 16, 64, 1000), range(1000, 1100), (0,), None, 100, "digest")
+    cells = plan.measurements("weights", None)
     assert [(cell.kind, cell.length, cell.stride) for cell in cells] == [
         ("context", 1, 1), ("context", 16, 8), ("context", 64, 32), ("context", 1000, 100), ("position", 1000, 1000)]
     # up to its length, and at the same first tokens
-    assert [(cell.kind, cell.length) for cell in plan.cells("weights", 64)] == [
+    assert [(cell.kind, cell.length) for cell in plan.measurements("weights", 64)] == [
         ("context", 1), ("context", 16), ("context", 64), ("position", 64)]
-    assert plan.cells("weights", 64)[-1].starts == cells[-1].starts
+    assert plan.measurements("weights", 64)[-1].starts == cells[-1].starts
 
 
 @given(st.integers(1, 3), st.integers(1, 70))
 def test_buckets_double_and_sum_to_the_whole(windows: int, size: int) -> None:
     losses = torch.rand(windows, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
     found = buckets(losses)
-    assert sum(bucket.bits for bucket in found) == pytest.approx(losses.sum().item() / math.log(2), rel=1e-12)
-    assert sum(bucket.targets for bucket in found) == losses.numel()
-    assert [bucket.first for bucket in found] == [0, *(bucket.stop for bucket in found[:-1])]
-    assert all(bucket.stop <= 2 * max(1, bucket.first) for bucket in found)
+    assert sum(bucket["bits"] for bucket in found) == pytest.approx(losses.sum().item() / math.log(2), rel=1e-12)
+    assert sum(bucket["targets"] for bucket in found) == losses.numel()
+    assert [bucket["first"] for bucket in found] == [0, *(bucket["stop"] for bucket in found[:-1])]
+    assert all(bucket["stop"] <= 2 * max(1, bucket["first"]) for bucket in found)
     last = found[-1]
-    assert last.bits_per_token == pytest.approx(losses[:, last.first:].mean().item() / math.log(2), rel=1e-12)
+    expected = losses[:, last["first"]:].mean().item() / math.log(2)
+    assert last["bits"] / last["targets"] == pytest.approx(expected, rel=1e-12)
 
 
 @given(st.integers(1, 50), st.integers(1, 20), st.integers(1, 40))
@@ -167,7 +168,7 @@ def test_bytes_of_targets_that_begin_within_a_character(folders: dict[str, Path]
 def test_a_killed_run_goes_on_and_ends_with_the_same_numbers(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
 ) -> None:
-    main(*options(folders, tmp_path / "whole"))
+    compare(*options(folders, tmp_path / "whole"))
     assert table(records(tmp_path / "whole")) in capsys.readouterr().out
     measured: list[Any] = []
 
@@ -180,11 +181,11 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_numbers(
     monkeypatch.setattr(length, "measure", counted)
     kill_at = 3
     with pytest.raises(KeyboardInterrupt):
-        main(*options(folders, tmp_path / "killed"))
+        compare(*options(folders, tmp_path / "killed"))
     assert len(measured) == 3
     # four of Harmonic, three contexts and positions, and three of Llama, which has no context of 128
     kill_at = 7
-    main(*options(folders, tmp_path / "killed"))
+    compare(*options(folders, tmp_path / "killed"))
     assert len(measured) == len(set(measured)) == 7
     keys = ("model", "cell", "bits_per_token", "bits_per_byte", "buckets", "trained_length", "audit")
     whole, resumed = (
@@ -198,12 +199,12 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_numbers(
     contexts = rows[rows["kind"] == "context"]
     assert np.allclose(contexts["bits_per_token"], contexts["bits_per_byte"])
     # nothing is left to do, and the labels may be others
-    main(*options(folders, tmp_path / "killed", labels=("a", "a")))
+    compare(*options(folders, tmp_path / "killed", labels=("a", "a")))
     assert {record["model"] for record in records(tmp_path / "killed")} == {"a"}
 
 
 def test_what_is_longer_than_trained_is_labelled_and_never_the_best(folders: dict[str, Path], tmp_path: Path) -> None:
-    main(*options(folders, tmp_path, beyond=True))
+    compare(*options(folders, tmp_path, beyond=True))
     found = records(tmp_path)
     rows = frame(found)
     assert {model: set(mine["context_to"]) for model, mine in rows.groupby("model")}["llama"] >= {32, 64, 128}
@@ -220,7 +221,7 @@ def test_what_is_longer_than_trained_is_labelled_and_never_the_best(folders: dic
 
 
 def test_seeds_are_averaged_and_their_spread_is_shown(folders: dict[str, Path], tmp_path: Path) -> None:
-    main(*options(folders, tmp_path, labels=("one", "one"), contexts=(32,)))
+    compare(*options(folders, tmp_path, labels=("one", "one"), contexts=(32,)))
     values = frame(records(tmp_path)).query("kind == 'context'")["bits_per_token"]
     assert f"{values.mean():.3f} ({values.min():.3f} to {values.max():.3f})" in table(records(tmp_path))
 
@@ -230,7 +231,7 @@ def test_a_model_that_reads_the_future_gets_no_score(
 ) -> None:
     monkeypatch.setattr(length, "load", lambda directory: (Table(mix="pool 4"), None))
     with pytest.raises(RuntimeError, match="not scored"):
-        main(*options(folders, tmp_path))
+        compare(*options(folders, tmp_path))
     assert not list(tmp_path.rglob("*.json*"))
 
 
@@ -241,7 +242,7 @@ def test_a_model_that_reads_the_future_gets_no_score(
 ])
 def test_what_does_not_fit_is_refused(folders: dict[str, Path], tmp_path: Path, more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        main(*options(folders, tmp_path, **more))
+        compare(*options(folders, tmp_path, **more))
 
 
 def test_contexts_end_where_the_text_does(folders: dict[str, Path]) -> None:
@@ -264,4 +265,4 @@ def test_models_of_other_tokens_are_not_compared(folders: dict[str, Path], tmp_p
     ids["a"], ids["b"] = ids["b"], ids["a"]
     file.write_text(json.dumps(vocab))
     with pytest.raises(ValueError, match="the same tokens for every model"):
-        main(*options(folders, tmp_path / "out", models=(folders["harmonic"], other)))
+        compare(*options(folders, tmp_path / "out", models=(folders["harmonic"], other)))

@@ -3,31 +3,24 @@ A converted model against the pretrained one: `python -m eval.hallamonic --origi
 
 Three tables, on the text of a torchtitan job (what follows these options overrides the TOML):
 
-- the audit: whether each model is causal, and its loss on uniformly random tokens, of which no causal model has less than
-  log2(V) bits;
-- the loss on the same targets with growing context (`eval.length`), the original beyond its limit too, which is labelled;
-- time and memory of a token that is generated after growing context, the converted models in turn with the original.
+- the audit: whether each model is causal, and its loss on uniformly random tokens, which is at least log2(V) bits per
+  token for any causal model;
+- the loss on the same targets with growing context (`eval.scoring.length`), the original beyond its limit too, which is
+  labelled;
+- time and memory per token generated after growing context, the converted models in turn with the original.
 
-A model that reads the future gets no score. A run that was killed goes on where it stopped.
+A model that reads the future gets no score. A run that was killed continues where it stopped.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-import tyro
-from torchtitan.config import ConfigManager
-
-from eval import length
-from eval.results import keep_command, write
-from eval.scoring import generation
-from eval.scoring.models import digest, load, trained_length
-from fla_harmonic.text import load_split
-from fla_harmonic.text.tokenizers import JsonTokenizer
-from fla_harmonic.titan.config import data_section
+from eval.results import Record, keep_command, write, write_lines
+from eval.scoring import generation, length
+from eval.scoring.models import digest, label_of, load, to_accelerator, trained_length
+from eval.scoring.texts import job_of, split_of
+from eval.tables import markdown
 
 
 @dataclass
@@ -71,52 +64,38 @@ class Options:
     """Folder for results, tables and plots."""
 
 
-def audits(records: Sequence[dict[str, Any]]) -> str:
-    """The audits of the records of `eval.length`, as Markdown."""
-    lines = ["| model | causal | bits a token on random tokens | log2(V) |", "|---|---|---|---|"]
-    for record in {record["model"]: record for record in records}.values():
-        verdict = record["audit"]
-        causal = "no" if verdict["failure"] else "yes"
-        bits, floor = verdict["random_bits_per_token"], verdict["log2_vocab"]
-        lines.append(f"| {record['model']} | {causal} | {bits:.3f} | {floor:.3f} |")
-    return "\n".join(lines)
+def audits(records: Sequence[Record]) -> str:
+    """The audits of the records of `eval.scoring.length`, as Markdown."""
+    verdicts = {record["model"]: record["audit"] for record in records}
+    return markdown(["model", "causal", "bits per token on random tokens", "log2(V)"], (
+        [model, "no" if verdict["failure"] else "yes", f"{verdict['random_bits_per_token']:.3f}",
+         f"{verdict['log2_vocab']:.3f}"] for model, verdict in verdicts.items()))
 
 
 def main(options: Options, overrides: list[str]) -> None:
     keep_command(options.out)
-    labels = options.labels or tuple(
-        folder.parent.name if folder.name == "hf" else folder.name for folder in options.converted)
+    labels = options.labels or tuple(map(label_of, options.converted))
     if not options.converted or len(labels) != len(options.converted) or len({"original", *labels}) != len(labels) + 1:
         raise ValueError(
             f"expected converted models and as many different `labels`, none of them 'original'; got {len(options.converted)} "
             f"models and labels {labels}.")
     folders, names = (options.original, *options.converted), ("original", *labels)
-    length.main(length.Options(
+    records = length.compare(length.Options(
         models=folders, labels=names, contexts=options.contexts, targets=options.targets, windows=1, beyond=True,
         piece=options.piece, config_file=options.config_file, split=options.split, out=options.out / "length",
     ), overrides)
-    records = [json.loads(line) for line in (options.out / "length/length.jsonl").read_text().splitlines()]
 
-    job = ConfigManager().parse_args([f"--job.config_file={options.config_file}", *overrides])
-    split = load_split(job.training.dataset, job.training.dataset_path, options.split, JsonTokenizer(options.original),
-                       data_section(job))
     subjects = []
     for folder, name in zip(folders, names, strict=True):
-        model: Any = load(folder)[0]
-        if torch.accelerator.is_available():
-            model.to(torch.accelerator.current_accelerator())
-        subjects.append(generation.Subject(
-            name, model, digest(folder), trained_length(model)))
+        model = to_accelerator(load(folder)[0])
+        subjects.append(generation.Subject(name, model, digest(folder), trained_length(model)))
+    split = split_of(job_of(options.config_file, overrides), options.split, options.original)
     costs = generation.run(subjects, split.tokens, options.generation_contexts, options.new_tokens, options.rounds,
                            options.piece, options.out / "generation")
-    write(options.out / "generation.jsonl", "".join(json.dumps(record) + "\n" for record in costs))
+    write_lines(options.out / "generation.jsonl", costs)
     write(options.out / "generation.csv", generation.frame(costs).to_csv(index=False))
     generation.plot(costs, options.out / "generation.png")
-    text = "\n\n".join([audits(records), length.table(records), generation.table(costs)])
-    write(options.out / "hallamonic.md", text + "\n")
+    write(options.out / "hallamonic.md",
+          f"{audits(records)}\n\n{length.table(records)}\n\n{generation.table(costs)}\n")
     print(f"\n{audits(records)}\n\n{generation.table(costs)}\n\n{options.out / 'hallamonic.md'}, "
           f"{options.out / 'generation.csv'}, {options.out / 'generation.png'}, {options.out / 'length/length.png'}")
-
-
-if __name__ == "__main__":
-    main(*tyro.cli(Options, description=__doc__, return_unknown_args=True))

@@ -1,0 +1,1 @@
+"""Studies of pretrained models whose attention became Harmonic layers."""
