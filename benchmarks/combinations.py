@@ -1,127 +1,71 @@
 """
-Which kinds of parallelism and of training combine: what a job's start-up accepts and refuses, asked for each pair.
+Which kinds of parallelism and of training combine: the tables of docs/scaling.md, from `fla_harmonic.titan.combinations`.
 
-    python -m benchmarks.combinations
+    python -m benchmarks.combinations [--write]
 """
 
-import copy
-from functools import cache
 from itertools import combinations
-from typing import Any
 
 import tyro
-from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.protocols.train_spec import get_train_spec
 
-import fla_harmonic.titan  # noqa: F401  (registers the specs)
 from benchmarks.parallel import ROOT
-from fla_harmonic.titan.models.hf_model import HFModelArgs
+from fla_harmonic.titan.combinations import refusal
 
+PAGE = ROOT / "docs/scaling.md"
+MARKERS = "<!-- python -m benchmarks.combinations --write -->\n", "<!-- end -->\n"
 FAMILIES = ("harmonic", "mamba", "llama")
-# fields of the job that are set
-_SHARDS, _REPLICAS = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
-KINDS: dict[str, dict[str, Any]] = {
-    "FSDP": {_SHARDS: 2},
-    "HSDP": {_SHARDS: 2, _REPLICAS: 2},
-    "DDP": {_REPLICAS: 2},
-    "TP": {"parallelism.tensor_parallel_degree": 2},
-    "PP": {"parallelism.pipeline_parallel_degree": 2},
-    "CP": {"parallelism.context_parallel_degree": 2},
-    "segments": {"harmonic.segment_len": 256},
-    "stateful": {"harmonic.stateful": True},
-    "chunked loss": {"harmonic.loss_chunk_tokens": 256},
-    "recomputed blocks": {"activation_checkpoint.mode": "full"},
-    "compiled blocks": {"compile.enable": True, "compile.components": ["model"]},
-    "documents": {"data.reset_documents": True},
-    "bf16": {"training.mixed_precision_param": "bfloat16"},
-    # a flavor's, not the job's
-    "tied tables": {},
-}
 # one and the same kind at different degrees
 _DATA = ("FSDP", "HSDP", "DDP")
+KINDS = (*_DATA, "TP", "PP", "CP", "segments", "stateful", "chunked loss", "recomputed blocks", "compiled blocks", "documents",
+         "bf16", "tied tables")
 
 
-def refusal(family: str, *kinds: str) -> str:
-    """
-    Why a job of these kinds is refused, in the words of its error; empty where it is accepted.
-
-    Args:
-        family (str):
-            `"harmonic"`, `"mamba"` or `"llama"`.
-        *kinds (str):
-            Keys of `KINDS`.
-    """
-    fields = {_SHARDS: 1, _REPLICAS: 1}
-    for kind in kinds:
-        fields |= KINDS[kind]
-    config = copy.deepcopy(_job(family))
-    for name, value in fields.items():
-        section, _, leaf = name.partition(".")
-        setattr(getattr(config, section), leaf, value)
-    args = copy.deepcopy(get_train_spec(family).model_args["debug"])
-    if "tied tables" in kinds:
-        _tie(args)
-    try:
-        args.update_from_config(config)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@cache
-def _job(family: str) -> JobConfig:
-    return ConfigManager().parse_args([f"--job.config_file={ROOT / f'titan_configs/{family}_debug.toml'}"])
-
-
-def _tie(args: Any) -> None:
-    if isinstance(args, HFModelArgs):
-        args.config["tie_word_embeddings"] = True
-    else:
-        args.tie_word_embeddings = True
-
-
-def _said(kinds: tuple[str, ...], message: str, reasons: dict[str, list[str]]) -> str:
-    """The cell of a table; a reason is noted, without what it says about one configuration."""
-    if not message:
+def _cell(where: tuple[str, ...], family: str, kinds: tuple[str, ...], reasons: dict[str, list[str]]) -> str:
+    """The cell of a table, on the CPU; a reason is noted."""
+    row = refusal(family, {*kinds, "CPU"})
+    if row is None:
         return "yes"
-    reason = message.partition(": ")[2].partition(", but ")[0]
-    reasons.setdefault(reason, []).append(" x ".join(kinds))
+    reasons.setdefault(row.reason, []).append(" x ".join(where))
     return "no"
+
+
+def _table(head: str, columns: tuple[str, ...], rows: dict[str, list[str]], reasons: dict[str, list[str]]) -> str:
+    lines = [f"| {head} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
+    listed = [f"- {', '.join(where)}: {reason}" for reason, where in reasons.items()]
+    return "\n".join([*lines, "", *listed])
 
 
 def pairs_table() -> str:
     """Pairs of kinds for Harmonic, and why pairs are refused, in Markdown."""
     reasons: dict[str, list[str]] = {}
-    names = tuple(KINDS)
-    cells = {
-        pair: _said(pair, refusal("harmonic", *pair), reasons)
-        for pair in combinations(names, 2) if not set(pair) <= set(_DATA)
-    }
-    lines = ["| Harmonic | " + " | ".join(names[1:]) + " |", "|---" * len(names) + "|"]
-    for index, row in enumerate(names[:-1]):
-        lines.append(f"| {row} | " + " | ".join(
-            cells.get((row, column), "") if column in names[index + 1:] else "" for column in names[1:]) + " |")
-    return "\n".join(lines) + "\n\n" + _listed(reasons)
+    cells = {pair: "" if set(pair) <= set(_DATA) else _cell(pair, "harmonic", pair, reasons) for pair in combinations(KINDS, 2)}
+    rows = {row: [cells.get((row, column), "") for column in KINDS[1:]] for row in KINDS[:-1]}
+    return _table("Harmonic", KINDS[1:], rows, reasons)
 
 
 def families_table() -> str:
     """Kinds by family, and why kinds are refused, in Markdown."""
     reasons: dict[str, list[str]] = {}
-    lines = ["| model | " + " | ".join(KINDS) + " |", "|---" * (len(KINDS) + 1) + "|"]
-    for family in FAMILIES:
-        lines.append(f"| {family} | " + " | ".join(
-            _said((family, kind), refusal(family, kind), reasons) for kind in KINDS) + " |")
-    return "\n".join(lines) + "\n\n" + _listed(reasons)
+    rows = {family: [_cell((family, kind), family, (kind,), reasons) for kind in KINDS] for family in FAMILIES}
+    return _table("model", KINDS, rows, reasons)
 
 
-def _listed(reasons: dict[str, list[str]]) -> str:
-    return "\n".join(f"- {', '.join(where)}: {reason}" for reason, where in reasons.items())
+def section() -> str:
+    """What stands between the markers of the page."""
+    return f"{pairs_table()}\n\nAnd by family, on the CPU:\n\n{families_table()}\n"
 
 
-def main() -> None:
-    print(pairs_table())
-    print()
-    print(families_table())
+def main(write: bool = False) -> None:
+    """
+    Args:
+        write: Whether the tables of docs/scaling.md are replaced.
+    """
+    print(section(), end="")
+    if write:
+        begin, end = MARKERS
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+        PAGE.write_text(f"{before}{begin}\n{section()}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

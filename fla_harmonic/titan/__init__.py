@@ -8,18 +8,16 @@ The torchtitan train specs `harmonic`, `mamba`, `llama` and `hallamonic`: import
     custom_config_module = "fla_harmonic.titan.config"
 """
 
-from collections.abc import Mapping
+from fla_harmonic.titan import patches
 
-from fla_harmonic.titan.patches.cpu import check_torchtitan_version, install_cpu_shim
-
-# before an import below meets another torchtitan, or takes over the device of this one
-check_torchtitan_version()
-install_cpu_shim()
+# before an import below meets another torchtitan, or copies the device of this one
+patches.apply()
 
 # ruff: noqa: E402
+from functools import partial
+
 from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.protocols import BaseModelArgs, ModelProtocol, StateDictAdapter, train_spec
-from torchtitan.protocols.train_spec import ParallelizeFunction, TrainSpec
+from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, register_train_spec
 
 from fla_harmonic.titan.components.dataloader import build_dataloader
 from fla_harmonic.titan.components.loss import build_loss
@@ -31,17 +29,28 @@ from fla_harmonic.titan.distributed.gradient_scale import replicas_summed
 from fla_harmonic.titan.distributed.parallelize import parallelize, parallelize_llama_anywhere
 from fla_harmonic.titan.distributed.pipeline import pipeline
 from fla_harmonic.titan.models.flavors import HARMONIC, LLAMA, MAMBA
-from fla_harmonic.titan.models.flops import use_honest_peak_flops
 from fla_harmonic.titan.models.hallamonic import HALLAMONIC, Hallamonic, read_directory
 from fla_harmonic.titan.models.hf_model import HFModel, HFStateDictAdapter
 from fla_harmonic.titan.models.llama import Llama, LlamaStateDictAdapter
-from fla_harmonic.titan.patches.checkpoint import install_checkpoint_hooks
+from fla_harmonic.titan.patches.cpu import install_cpu_shim
 
-_FAMILIES: dict[str, tuple[type[ModelProtocol], Mapping[str, BaseModelArgs], ParallelizeFunction, type[StateDictAdapter]]] = {
-    "harmonic": (HFModel, HARMONIC, parallelize, HFStateDictAdapter),
-    "mamba": (HFModel, MAMBA, parallelize, HFStateDictAdapter),
-    "llama": (Llama, LLAMA, parallelize_llama_anywhere, LlamaStateDictAdapter),
-    "hallamonic": (Hallamonic, HALLAMONIC, parallelize, HFStateDictAdapter),
+_spec = partial(
+    TrainSpec,
+    pipelining_fn=pipeline,
+    build_optimizers_fn=build_optimizers,
+    build_lr_schedulers_fn=build_lr_schedulers,
+    build_tokenizer_fn=build_tokenizer,
+    build_loss_fn=replicas_summed(build_loss),
+    build_validator_fn=SplitValidator,
+    build_metrics_processor_fn=JSONLMetricsProcessor,
+)
+_hf_spec = partial(_spec, parallelize_fn=parallelize, state_dict_adapter=HFStateDictAdapter)
+_SPECS = {
+    "harmonic": _hf_spec(HFModel, HARMONIC, build_dataloader_fn=build_dataloader),
+    "mamba": _hf_spec(HFModel, MAMBA, build_dataloader_fn=build_dataloader),
+    "llama": _spec(Llama, LLAMA, parallelize_llama_anywhere, build_dataloader_fn=build_dataloader,
+                   state_dict_adapter=LlamaStateDictAdapter),
+    "hallamonic": _hf_spec(Hallamonic, HALLAMONIC, build_dataloader_fn=read_directory(build_dataloader)),
 }
 
 
@@ -52,32 +61,17 @@ def register_specs() -> None:
     Raises:
         RuntimeError: another package has registered one of the names.
     """
-    for name, (model_cls, flavors, parallelize_fn, adapter) in _FAMILIES.items():
-        if (known := train_spec._extra_train_specs.get(name)) is not None:
-            if known.model_args is not flavors:
-                raise RuntimeError(
-                    f"expected the train spec {name!r} to be free or ours; found that of {known.model_cls.__module__}. "
-                    "Remedy: do not import both in one job"
-                )
-            continue
-        train_spec.register_train_spec(name, TrainSpec(
-            model_cls=model_cls,
-            model_args=flavors,
-            parallelize_fn=parallelize_fn,
-            pipelining_fn=pipeline,
-            build_optimizers_fn=build_optimizers,
-            build_lr_schedulers_fn=build_lr_schedulers,
-            build_dataloader_fn=read_directory(build_dataloader) if name == "hallamonic" else build_dataloader,
-            build_tokenizer_fn=build_tokenizer,
-            build_loss_fn=replicas_summed(build_loss),
-            build_validator_fn=SplitValidator,
-            build_metrics_processor_fn=JSONLMetricsProcessor,
-            state_dict_adapter=adapter,
-        ))
+    for name, spec in _SPECS.items():
+        known = _extra_train_specs.get(name)
+        if known is None:
+            register_train_spec(name, spec)
+        elif known.model_args is not spec.model_args:
+            raise RuntimeError(
+                f"expected the train spec {name!r} to be free or ours; found that of {known.model_cls.__module__}. "
+                "Remedy: do not import both in one job"
+            )
 
 
-use_honest_peak_flops()
-install_checkpoint_hooks()
 register_specs()
 
 __all__ = ["install_cpu_shim", "register_specs"]

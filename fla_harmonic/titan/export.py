@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 
 import fla_harmonic.titan  # noqa: F401  (registers the specs)
 from fla_harmonic.titan.components.budget import keep_token_budget
+from fla_harmonic.titan.components.checkpoint import checkpoint_steps, is_whole
 from fla_harmonic.titan.models.hallamonic import HallamonicArgs
 from fla_harmonic.titan.models.hf_model import HFModelArgs
 from fla_harmonic.titan.models.llama import LlamaArgs
-from fla_harmonic.titan.patches.checkpoint import checkpoint_steps, is_whole
 
 
 @dataclass
@@ -131,6 +131,7 @@ def _spec_and_args(job_config: JobConfig) -> tuple[TrainSpec, HFModelArgs | Llam
     # the trained length
     keep_token_budget(job_config)
     job_config.training.enable_cpu_offload = job_config.compile.enable = False
+    job_config.checkpoint.async_mode = "disabled"
     args: Any = spec.model_args[job_config.model.flavor]
     args.update_from_config(job_config)
     return spec, args

@@ -9,7 +9,7 @@ import torch
 import torchtitan.tools.utils
 from torchtitan.components.metrics import build_device_memory_monitor
 
-import fla_harmonic.titan
+from fla_harmonic.titan import patches
 from fla_harmonic.titan.patches import cpu
 
 without_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="the shim is for machines without one")
@@ -17,9 +17,9 @@ without_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reaso
 
 @pytest.mark.parametrize("found", ["0.1.0", "0.3.0", "1.0"])
 def test_another_torchtitan_is_refused(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "version", lambda name: found)
+    monkeypatch.setattr(patches, "version", lambda name: found)
     with pytest.raises(RuntimeError, match=rf"expects torchtitan 0\.2\.x, but found {found}.*pip install torchtitan==0\.2\.2"):
-        cpu.install_cpu_shim()
+        patches.apply()
 
 
 def test_the_shim_leaves_an_accelerator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def test_the_shim_leaves_an_accelerator_alone(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.processes
 @without_accelerator
 def test_every_copy_of_the_device_is_replaced() -> None:
-    fla_harmonic.titan.install_cpu_shim()
+    patches.apply()
     # a copy that a new torchtitan adds shows here: the modules that the trainer imports, all of them
     code = (
         "import sys, torch, torchtitan.train, fla_harmonic.titan\n"

@@ -28,9 +28,9 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.config.job_config import Checkpoint, LRScheduler, Optimizer
 
 import fla_harmonic.titan  # noqa: F401  (the hooks)
+from fla_harmonic.titan.components.checkpoint import checkpoint_steps, is_whole
 from fla_harmonic.titan.components.optimizer import build_optimizers
 from fla_harmonic.titan.export import find_checkpoint
-from fla_harmonic.titan.patches.checkpoint import checkpoint_steps, is_whole
 
 KILLS = 10
 
@@ -228,12 +228,6 @@ def test_random_state_goes_on_where_it_was(one_rank: None, tmp_path: Path) -> No
     torch.manual_seed(4)
     fresh.load()
     assert torch.equal(torch.rand(5), expected)
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="memory can be pinned for an accelerator")
-def test_pinned_memory_is_refused_before_training(one_rank: None, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"async_mode .*\"async\".*got \"async_with_pinned_mem\""):
-        build(tmp_path, async_mode="async_with_pinned_mem")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 import fla_harmonic.titan
 from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
 from fla_harmonic.models.mamba.modeling_mamba import build_mamba
-from fla_harmonic.titan.distributed.parallelize import check_job, parallelize
+from fla_harmonic.titan.distributed.parallelize import parallelize
 from fla_harmonic.titan.models.flops import matmul_flops
 from fla_harmonic.titan.models.hf_model import HFModel, HFModelArgs, HFStateDictAdapter, document_borders
 
@@ -150,7 +150,7 @@ def test_document_borders_read_row_by_row() -> None:
 @pytest.mark.parametrize(("override", "message"), [
     ("--optimizer.early_step_in_backward", r"early_step_in_backward = true.*Remedy"),
     ("--fault_tolerance.enable", r"fault_tolerance.enable = true.*Remedy"),
-    ("--model.converters=float8", r"model\.converters = \['float8'\].*Remedy"),
+    ("--model.converters=float8", r"model\.converters = \[\"float8\"\].*Remedy"),
 ])
 def test_what_is_not_supported_is_refused(family: str, override: str, message: str) -> None:
     args = copy.deepcopy(get_train_spec(family).model_args["debug"])
@@ -160,11 +160,15 @@ def test_what_is_not_supported_is_refused(family: str, override: str, message: s
     assert args.seed == 42
 
 
+def update(family: str, *overrides: str) -> None:
+    copy.deepcopy(get_train_spec(family).model_args["debug"]).update_from_config(job(family, *overrides))
+
+
 @pytest.mark.parametrize("family", ["mamba", "llama"])
 def test_packed_documents_are_for_harmonic_alone(family: str) -> None:
-    check_job(job("harmonic", "--data.reset_documents"), "harmonic")
+    update("harmonic", "--data.reset_documents")
     with pytest.raises(ValueError, match=f"{family}: .*reset_documents = true.*Remedy"):
-        check_job(job(family, "--data.reset_documents"), family)
+        update(family, "--data.reset_documents")
 
 
 def test_attention_masks_are_refused_as_the_stock_validator_expects() -> None:
@@ -204,13 +208,13 @@ def test_blocks_compile_without_a_graph_break(family: str) -> None:
 
 
 def test_mambas_kernels_refuse_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_job(job("mamba", "--compile.enable"), "mamba")
+    update("mamba", "--compile.enable")
     monkeypatch.setattr("fla_harmonic.models.mamba.modeling_mamba.HAS_MAMBA_KERNELS", True)
     monkeypatch.setattr("torchtitan.tools.utils.device_type", "cuda")
-    check_job(job("mamba"), "mamba")
-    check_job(job("mamba", "--compile.enable", "--compile.components=loss"), "mamba")
+    update("mamba")
+    update("mamba", "--compile.enable", "--compile.components=loss")
     with pytest.raises(ValueError, match=r"mamba: torch\.compile.*Remedy: compile\.enable = false"):
-        check_job(job("mamba", "--compile.enable"), "mamba")
+        update("mamba", "--compile.enable")
 
 
 def one_rank() -> ParallelDims:

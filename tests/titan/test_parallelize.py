@@ -17,14 +17,14 @@ from torchtitan.protocols.train_spec import get_train_spec
 import fla_harmonic.titan  # noqa: F401  (registers the specs)
 from fla_harmonic.layers.harmonic import Timescale
 from fla_harmonic.models.harmonic import HarmonicConfig
-from fla_harmonic.titan.distributed.context_parallel import apply_context_parallel
 from fla_harmonic.titan.distributed.gradient_scale import scale_gradient
-from fla_harmonic.titan.distributed.parallelize import _keep_timescales_wide, _reduce_on_gloo, check_job
+from fla_harmonic.titan.distributed.parallelize import _keep_timescales_wide, _reduce_on_gloo
 from fla_harmonic.titan.distributed.tensor_parallel import apply_tensor_parallel
 from fla_harmonic.titan.models.hf_model import HFModel, HFModelArgs
 
 CONFIGS = Path(__file__).parents[2] / "titan_configs"
 FAMILIES = ["harmonic", "mamba", "llama"]
+HYBRID = {"layers": [1], "num_heads": 2, "window_size": None}
 
 
 def job(family: str, *overrides: str) -> JobConfig:
@@ -71,21 +71,23 @@ def test_the_order_of_the_sequence_is_kept() -> None:
     assert config.parallelism.context_parallel_load_balancer is not None
     update(config)
     assert config.parallelism.context_parallel_load_balancer is None
-    with pytest.raises(ValueError, match=r"contiguous pieces.*'ptrr'.*Remedy"):
+    with pytest.raises(ValueError, match=r"contiguous pieces.*ptrr.*Remedy"):
         update(job("harmonic", *degrees(context_parallel_degree=2), "--parallelism.context_parallel_load_balancer=ptrr"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("overrides", "message"), [
     (degrees(data_parallel_replicate_degree=2, data_parallel_shard_degree=1, pipeline_parallel_degree=2),
-     r"DDP.*replicate_degree = 2 .*pipeline_parallel_degree = 2"),
+     r"DDP.*replicate_degree = 2, .*pipeline_parallel_degree = 2"),
     (degrees(expert_tensor_parallel_degree=2), r"expert_tensor_parallel_degree = 2"),
     ([*degrees(pipeline_parallel_degree=4), "--training.mixed_precision_param=bfloat16"],
-     r"mixed_precision_param = 'bfloat16'"),
-    (["--training.enable_cpu_offload"], r"enable_cpu_offload = true on the CPU"),
-    ([*degrees(pipeline_parallel_degree=2), "--parallelism.pipeline_parallel_schedule=DualPipeV"], r"'DualPipeV'"),
-    (degrees(pipeline_parallel_degree=6), r"a block for each pipeline stage.* = 6 .*makes 6 stages"),
-    ([*degrees(pipeline_parallel_degree=3), "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"], "makes 6 stages"),
+     r"mixed_precision_param = \"bfloat16\""),
+    (["--training.enable_cpu_offload"], r"enable_cpu_offload = true, device = \"cpu\""),
+    (["--checkpoint.enable", "--checkpoint.async_mode=async_with_pinned_mem"],
+     r"async_mode = \"async_with_pinned_mem\", device = \"cpu\""),
+    ([*degrees(pipeline_parallel_degree=2), "--parallelism.pipeline_parallel_schedule=DualPipeV"], r"DualPipeV"),
+    (degrees(pipeline_parallel_degree=6), r"a block for each stage.* = 6, .*stages = 6"),
+    ([*degrees(pipeline_parallel_degree=3), "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"], "stages = 6"),
 ])
 def test_what_would_be_wrong_is_refused(family: str, overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=rf"{family}: .*{message}.*Remedy"):
@@ -97,14 +99,15 @@ def test_what_would_be_wrong_is_refused(family: str, overrides: list[str], messa
     ([*degrees(tensor_parallel_degree=2), "--parallelism.enable_async_tensor_parallel"],
      r"enable_async_tensor_parallel = true"),
     ([*degrees(pipeline_parallel_degree=2), "--data.reset_documents"], r"reset_documents = true"),
-    ([*degrees(context_parallel_degree=4), "--training.seq_len=1022"], r"multiple of .* 1 x 4, but got 1022"),
-    ([*degrees(tensor_parallel_degree=2, context_parallel_degree=2), "--training.seq_len=1022"], r"2 x 2, but got 1022"),
+    ([*degrees(context_parallel_degree=4), "--training.seq_len=1022"], r"seq_len = 1022, .*context_parallel_degree = 4"),
+    ([*degrees(tensor_parallel_degree=2, context_parallel_degree=2), "--training.seq_len=1022"],
+     r"1022, .*tensor_parallel_degree = 2, .*context_parallel_degree = 2"),
     (degrees(data_parallel_replicate_degree=2, data_parallel_shard_degree=1, tensor_parallel_degree=2), r"DDP"),
-    (["--training.dtype=bfloat16"], r"training\.dtype = 'bfloat16'"),
+    (["--training.dtype=bfloat16"], r"training\.dtype = \"bfloat16\""),
 ])
 def test_what_would_be_wrong_in_harmonic_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=rf"harmonic: .*{message}.*Remedy"):
-        check_job(job("harmonic", *overrides), "harmonic")
+        update(job("harmonic", *overrides))
 
 
 @pytest.fixture
@@ -126,7 +129,6 @@ class _Degree:
     ({"intermediate_size": 96}, r"channels of a level = 64"),
     ({"intermediate_size": 64, "hidden_size": 96}, r"`intermediate_size` = 64"),
     ({"intermediate_size": 96, "hidden_size": 96, "gate_rank": 8}, r"inner size of a gate = 8"),
-    ({"use_short_conv": True}, r"use_short_conv"),
 ])
 def test_a_tensor_parallel_degree_that_does_not_fit_is_refused(options: dict[str, int | bool], message: str) -> None:
     config = HarmonicConfig(**{"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 256, **options})
@@ -135,29 +137,23 @@ def test_a_tensor_parallel_degree_that_does_not_fit_is_refused(options: dict[str
     with pytest.raises(ValueError, match=r"harmonic: .*tensor_parallel_degree = 3.*Remedy") as error:
         apply_tensor_parallel(model, _Degree(), loss_parallel=True)
     error.match(message)
-    # a hybrid's attention, which is not sharded
-    model.layers["0"].attn = nn.Identity()
-    with pytest.raises(ValueError, match=r"a block of Identity.*Remedy"):
-        apply_tensor_parallel(model, _Degree(), loss_parallel=True)
 
 
-@pytest.mark.parametrize(("options", "overrides", "message"), [
-    ({"attn_mode": "fused_recurrent"}, [], r"attn_mode 'fused_recurrent'"),
-    ({"use_short_conv": True}, ["--data.reset_documents"], r"`use_short_conv` with data.reset_documents = true"),
-    ({"use_short_conv": True, "conv_size": 4}, ["--training.seq_len=6"], r"conv_size - 1 = 3 .*seq_len = 6"),
+@pytest.mark.parametrize(("kind", "options", "overrides", "message"), [
+    ("tensor", {"use_short_conv": True}, [], r"conv_size = 4"),
+    ("tensor", {"attn": HYBRID}, [], r"attention_layers = true"),
+    ("context", {"attn": HYBRID}, [], r"attention_layers = true"),
+    ("context", {"attn_mode": "fused_recurrent"}, [], r"attn_mode = \"fused_recurrent\""),
+    ("context", {"use_short_conv": True}, ["--data.reset_documents"], r"conv_size = 4, data.reset_documents = true"),
+    ("context", {"use_short_conv": True}, ["--training.seq_len=4"], r"seq_len = 4, conv_size = 4"),
 ])
-def test_a_context_parallel_block_that_cannot_see_back_is_refused(
-    options: dict[str, Any], overrides: list[str], message: str,
+def test_a_block_that_cannot_be_split_is_refused(
+    kind: str, options: dict[str, Any], overrides: list[str], message: str,
 ) -> None:
-    config = HarmonicConfig(hidden_size=64, num_hidden_layers=1, vocab_size=256, **options)
-    with torch.device("meta"):
-        model = HFModel(HFModelArgs.of(config))
-    with pytest.raises(ValueError, match=rf"harmonic: .*{message}.*Remedy"):
-        apply_context_parallel(model, _Degree(), job("harmonic", *overrides))
-    assert model.cp_group is None
-    model.layers["0"].attn = nn.Identity()
-    with pytest.raises(ValueError, match=r"a block of Identity.*context_parallel_degree = 3"):
-        apply_context_parallel(model, _Degree(), job("harmonic"))
+    args = HFModelArgs.of(HarmonicConfig(hidden_size=64, num_hidden_layers=2, vocab_size=256, **options))
+    with pytest.raises(ValueError, match=rf"harmonic: .*{kind}_parallel_degree = 2.*{message}.*Remedy"):
+        args.update_from_config(job("harmonic", *degrees(**{f"{kind}_parallel_degree": 2}), *overrides))
+    args.update_from_config(job("harmonic"))
 
 
 def test_timescales_stay_in_float32_under_mixed_precision(alone: DeviceMesh) -> None:

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from runs import options, run, start, steps, values
 from torch.distributed.checkpoint import FileSystemReader
 
-from fla_harmonic.titan.patches.checkpoint import RANDOM_STATE, checkpoint_steps, is_whole
+from fla_harmonic.titan.components.checkpoint import RANDOM_STATE, checkpoint_steps, is_whole
 
 SAVES = ["--checkpoint.interval=2", "--checkpoint.keep_latest_k=0"]
 

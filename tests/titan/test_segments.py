@@ -11,7 +11,6 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from fla_harmonic.models.harmonic import HarmonicConfig
 from fla_harmonic.titan.components.states import state_layout, zero_states
-from fla_harmonic.titan.config import check_harmonic_section
 from fla_harmonic.titan.distributed.parallelize import parallelize
 from fla_harmonic.titan.distributed.segments import run_segments
 from fla_harmonic.titan.models.hf_model import HFModel, HFModelArgs
@@ -165,25 +164,24 @@ def test_layers_without_a_state_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("family", "overrides", "message"), [
-    ("llama", ["--harmonic.segment_len=8"], "llama: .*Harmonic alone, but harmonic.segment_len = 8.*Remedy"),
-    ("mamba", ["--harmonic.stateful"], "mamba: .*Harmonic alone, but harmonic.stateful = True.*Remedy"),
-    ("harmonic", ["--harmonic.segment_len=-1"], "harmonic.segment_len >= 0, but got -1.*Remedy"),
-    ("llama", ["--harmonic.loss_chunk_tokens=-1"], "harmonic.loss_chunk_tokens >= 0, but got -1.*Remedy"),
+    ("llama", ["--harmonic.segment_len=8"], "llama: Harmonic alone .*harmonic.segment_len = 8.*Remedy"),
+    ("mamba", ["--harmonic.stateful"], "mamba: Harmonic alone .*harmonic.stateful = true.*Remedy"),
+    ("harmonic", ["--harmonic.segment_len=-1"], "harmonic.segment_len = -1.*Remedy"),
+    ("llama", ["--harmonic.loss_chunk_tokens=-1"], "harmonic.loss_chunk_tokens = -1.*Remedy"),
     ("harmonic", ["--harmonic.segment_len=8", "--compile.enable", "--activation_checkpoint.mode=full"],
-     "cannot be checkpointed, but activation_checkpoint.mode = 'full'.*Remedy"),
+     "cannot be checkpointed, .*activation_checkpoint.mode = .full.*Remedy"),
     *((family, [f"--harmonic.{option}", f"--parallelism.{kind}_parallel_degree=2"],
        f"{family}: .*harmonic.{option.partition('=')[0]} = .*parallelism.{kind}_parallel_degree = 2. Remedy")
       for family, option in (("harmonic", "segment_len=8"), ("harmonic", "stateful"), ("llama", "loss_chunk_tokens=8"))
-      for kind in ("context", "tensor", "pipeline")),
+      # Llama has no context parallelism on the CPU
+      for kind in ("context", "tensor", "pipeline")[family == "llama":]),
     ("harmonic", ["--harmonic.loss_chunk_tokens=8", "--parallelism.tensor_parallel_degree=2",
-                  "--parallelism.disable_loss_parallel"], "disable_loss_parallel = True. Remedy"),
+                  "--parallelism.disable_loss_parallel"], "disable_loss_parallel = true. Remedy"),
     ("harmonic", ["--harmonic.loss_chunk_tokens=8", "--parallelism.pipeline_parallel_degree=2"],
-     "harmonic: .*loss_chunk_tokens = 8 and parallelism.pipeline_parallel_degree = 2. Remedy"),
+     "harmonic: .*loss_chunk_tokens = 8, parallelism.pipeline_parallel_degree = 2. Remedy"),
 ])
 def test_what_excludes_one_another_is_refused(family: str, overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_harmonic_section(job(family, *overrides), family)
     args = copy.deepcopy(get_train_spec(family).model_args["debug"])
-    with pytest.raises(ValueError, match="Remedy"):
+    with pytest.raises(ValueError, match=message):
         args.update_from_config(job(family, *overrides))
     args.update_from_config(job(family))

@@ -3,6 +3,8 @@ A sequence of any length as segments that hand their recurrent states on, each c
 values and gradients of the whole sequence, in the memory of one segment.
 """
 
+import ctypes
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,9 @@ from fla.models.utils import Cache
 from torch.utils.checkpoint import checkpoint
 
 from fla_harmonic.titan.components.states import LayerState, States
-from fla_harmonic.titan.patches.cpu import release_free_memory
+
+# None where the C library is another than glibc
+_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 # (tokens [B, T], borders of packed documents or None, cache) -> hidden states [B, T, H]
 Hidden = Callable[[torch.Tensor, torch.Tensor | None, Cache], torch.Tensor]
@@ -146,9 +150,10 @@ def run_segments(
         continues: torch.Tensor,
         states: States,
     ) -> tuple[torch.Tensor, States]:
-        if recomputed and tokens.device.type == "cpu":
-            # what the segment before has left
-            release_free_memory()
+        if recomputed and tokens.device.type == "cpu" and _MALLOC_TRIM is not None:
+            # what the segment before has left: glibc keeps holes that are a few bytes too small for the next aligned tensor,
+            # so that a loop over tensors of one size grows without a tensor being alive
+            _MALLOC_TRIM(0)
         if document_ids is None:
             cache = SegmentCache([state.map(lambda x: _keep(x, continues)) for state in states])
             h = hidden(tokens, None, cache)

@@ -29,19 +29,12 @@ from fla_harmonic.layers.harmonic import HarmonicAttention, HarmonicLevel
 _TOKENS, _CHANNELS = Shard(1), Shard(2)
 
 
-def check_block(block: nn.Module, degree: int) -> None:
+def check_sizes(block: nn.Module, degree: int) -> None:
     """
     Raises:
-        ValueError: the block has a part that is not supported, or a size that the degree does not divide.
+        ValueError: the block has a size that the degree does not divide.
     """
-    said = f"parallelism.tensor_parallel_degree = {degree}"
-    attn = block.attn
-    if not isinstance(attn, HarmonicAttention) or attn.use_short_conv:
-        part = "`use_short_conv`" if isinstance(attn, HarmonicAttention) else f"a block of {type(attn).__name__}"
-        raise ValueError(
-            f"harmonic: tensor parallelism does not support {part}, but {said}. Remedy: "
-            "parallelism.tensor_parallel_degree = 1, or a flavor without it"
-        )
+    attn = cast(HarmonicAttention, block.attn)
     mlp = cast(nn.Module, block.mlp)
     sizes = {"channels of a level": attn.level_size, "`intermediate_size`": cast(nn.Linear, mlp.up_proj).out_features}
     gates = cast(HarmonicLevel, attn.levels[0]).gate_proj
@@ -50,8 +43,8 @@ def check_block(block: nn.Module, degree: int) -> None:
     if wrong := {name: size for name, size in sizes.items() if size % degree}:
         listed = ", ".join(f"{name} = {size}" for name, size in wrong.items())
         raise ValueError(
-            f"harmonic: tensor parallelism cuts channels into equal parts, but {said} does not divide {listed}. "
-            "Remedy: a degree that does"
+            f"harmonic: tensor parallelism cuts channels into equal parts, but parallelism.tensor_parallel_degree = "
+            f"{degree} does not divide {listed}. Remedy: a degree that does"
         )
 
 
@@ -153,11 +146,11 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, loss_parallel: boo
             Whether logits stay sharded over the vocabulary.
 
     Raises:
-        ValueError: the mesh does not fit the model (see `check_block`).
+        ValueError: the mesh does not fit the model (see `check_sizes`).
     """
     blocks = cast(nn.ModuleDict, model.layers).values()
     for block in blocks:
-        check_block(block, mesh.size())
+        check_sizes(block, mesh.size())
     whole: dict[str, ParallelStyle] = {
         "tok_embeddings": SynchronousRowwise(input_layouts=Replicate(), output_layouts=_TOKENS),
         "norm": TokenParallel(),

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torchtitan.config import JobConfig
 from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_division
 
 from fla_harmonic.titan.components.loss import TiedHead
@@ -15,31 +14,6 @@ from fla_harmonic.titan.components.loss import TiedHead
 def is_tied(model: nn.Module) -> bool:
     """Whether the model's head is a `TiedHead`."""
     return isinstance(model.output, TiedHead)
-
-
-def check_tied(job_config: JobConfig, family: str, kinds: tuple[str, ...] = ("tensor", "pipeline")) -> None:
-    """
-    Refuse what would split the one table in two.
-
-    Args:
-        job_config (JobConfig):
-            A job whose flavor ties its tables.
-        family (str):
-            The model's name, for the message.
-        kinds (tuple[str, ...]):
-            Kinds of parallelism that the family does not support with tied tables.
-
-    Raises:
-        ValueError: one of them is configured.
-    """
-    for kind in kinds:
-        field = f"{kind}_parallel_degree"
-        if (degree := getattr(job_config.parallelism, field)) > 1:
-            raise ValueError(
-                f"{family}: {kind} parallelism is not supported for tied embeddings, but "
-                f"model.flavor = {job_config.model.flavor!r} ties them and parallelism.{field} = {degree}. "
-                "Remedy: shard over the data (FSDP), or choose a flavor with tie_word_embeddings = False"
-            )
 
 
 def apply_fsdp_tied(

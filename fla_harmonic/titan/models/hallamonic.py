@@ -15,7 +15,7 @@ Converted pretrained models behind torchtitan's interface. Shape, tokenizer and 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,12 @@ from fla_harmonic.hallamonic.configuration_hallamonic import UNLIMITED, head_siz
 from fla_harmonic.hallamonic.modeling_hallamonic import HarmonicMixer
 from fla_harmonic.layers.harmonic import TIMESCALES
 from fla_harmonic.ops.harmonic.context_parallel import CPContext
+from fla_harmonic.titan.combinations import Start
 from fla_harmonic.titan.components.init import init_from_reference
 from fla_harmonic.titan.components.loss import TiedHead
 from fla_harmonic.titan.components.stateful import RowStates
 from fla_harmonic.titan.components.window_loader import WindowLoader
-from fla_harmonic.titan.config import data_section, hallamonic_section
+from fla_harmonic.titan.config import hallamonic_section
 from fla_harmonic.titan.models.hf_model import HFModel, HFModelArgs
 
 _MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -101,32 +102,23 @@ class HallamonicArgs(HFModelArgs):
         Take the configuration of `model.hf_assets_path`, and the `[hallamonic]` section, from the job.
 
         Raises:
-            ValueError: the directory holds no converted model, the job has no weights to begin with, nothing to train or a
-                teacher of other tokens, or asks for what is not supported (see `HFModelArgs`).
+            ValueError: the directory holds no converted model, the teacher has other tokens, or the job asks for what does
+                not combine.
         """
         self.read(job_config.model.hf_assets_path)
-        checkpoint, section = job_config.checkpoint, hallamonic_section(job_config)
-        if not (checkpoint.enable and (checkpoint.initial_load_in_hf or checkpoint.initial_load_path)):
-            raise ValueError(
-                "hallamonic: expected the weights of a converted model to begin with, but checkpoint.enable = "
-                f"{checkpoint.enable}, checkpoint.initial_load_in_hf = {checkpoint.initial_load_in_hf} and "
-                f"checkpoint.initial_load_path = {checkpoint.initial_load_path!r}. Remedy: checkpoint.enable = true and "
-                "initial_load_in_hf = true, which loads those of model.hf_assets_path"
-            )
-        config: Any = self.hf_config()
-        if section.train == "harmonic" and not config.harmonic_layers:
-            raise ValueError(
-                "hallamonic: expected layers that took attention's place, but the model in model.hf_assets_path has none and "
-                'hallamonic.train = "harmonic". Remedy: convert some, or hallamonic.train = "all"'
-            )
         super().update_from_config(job_config, **kwargs)
+        section = hallamonic_section(job_config)
         self.train = section.train
         self.teacher_path, self.teacher_weight = section.teacher_path, section.teacher_weight
         self.teacher_dtype = job_config.training.mixed_precision_param
         if self.teacher_path:
-            self._check_teacher(job_config)
+            self._check_teacher()
 
-    def _check_teacher(self, job_config: JobConfig) -> None:
+    def start(self, job_config: JobConfig) -> Start:
+        config: Any = self.hf_config()
+        return replace(super().start(job_config), converted_layers=len(config.harmonic_layers))
+
+    def _check_teacher(self) -> None:
         values: dict[str, Any] = {}
         if (Path(self.teacher_path) / "config.json").is_file():
             values, _ = PreTrainedConfig.get_config_dict(self.teacher_path)
@@ -136,15 +128,6 @@ class HallamonicArgs(HFModelArgs):
             raise ValueError(
                 f"hallamonic: expected a model of the same {self.vocab_size} tokens in hallamonic.teacher_path, but "
                 f"{self.teacher_path!r} has {found}. Remedy: name the directory of the original"
-            )
-        if not 0 <= self.teacher_weight <= 1:
-            raise ValueError(f"hallamonic: expected hallamonic.teacher_weight in [0, 1], but got {self.teacher_weight}")
-        documents = data_section(job_config).reset_documents
-        if self.loss_chunk_tokens or documents:
-            raise ValueError(
-                "hallamonic: a teacher needs whole logits of windows that are one text, but harmonic.loss_chunk_tokens = "
-                f"{self.loss_chunk_tokens} and data.reset_documents = {documents}. Remedy: 0 and false, or no "
-                "hallamonic.teacher_path"
             )
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:

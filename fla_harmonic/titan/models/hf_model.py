@@ -18,25 +18,23 @@ from transformers.models.mamba.modeling_mamba import MambaMixer
 from fla_harmonic.hallamonic import HallamonicConfig, HallamonicForCausalLM
 from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
-from fla_harmonic.models.mamba.modeling_mamba import build_mamba
+from fla_harmonic.models.mamba import modeling_mamba as mamba
 from fla_harmonic.modules import Attention
 from fla_harmonic.ops.harmonic.context_parallel import CPContext, build_cp_context
+from fla_harmonic.titan.combinations import Start, check_job
 from fla_harmonic.titan.components.hf_import import check_hf_directory
 from fla_harmonic.titan.components.init import init_from_reference
 from fla_harmonic.titan.components.loss import LossHead, TiedHead
 from fla_harmonic.titan.components.optimizer import undecayed_names
 from fla_harmonic.titan.components.stateful import RowStates
 from fla_harmonic.titan.components.states import LayerLayout, state_layout, zero_states
-from fla_harmonic.titan.config import check_harmonic_section, config_overrides, data_section, harmonic_section
-from fla_harmonic.titan.distributed.parallelize import check_job
-from fla_harmonic.titan.distributed.pipeline import check_stages
+from fla_harmonic.titan.config import config_overrides, harmonic_section
 from fla_harmonic.titan.distributed.segments import document_borders, run_segments
-from fla_harmonic.titan.distributed.tied import check_tied
 from fla_harmonic.titan.models.flops import matmul_flops
 
 
 @dataclass(frozen=True)
-class Family:
+class HFFamily:
     """How a kind of HF model is built, and where it keeps what torchtitan calls by name."""
 
     config_class: type[PreTrainedConfig]
@@ -56,10 +54,10 @@ class Family:
         }
 
 
-FAMILIES = {
-    "harmonic": Family(HarmonicConfig, HarmonicForCausalLM, base="model", norm="norm"),
-    "mamba": Family(MambaConfig, build_mamba, base="backbone", norm="norm_f"),
-    "hallamonic": Family(HallamonicConfig, HallamonicForCausalLM, base="model", norm="norm", embeddings="embed_tokens"),
+HF_FAMILIES = {
+    "harmonic": HFFamily(HarmonicConfig, HarmonicForCausalLM, base="model", norm="norm"),
+    "mamba": HFFamily(MambaConfig, mamba.build_mamba, base="backbone", norm="norm_f"),
+    "hallamonic": HFFamily(HallamonicConfig, HallamonicForCausalLM, base="model", norm="norm", embeddings="embed_tokens"),
 }
 
 
@@ -70,7 +68,7 @@ class HFModelArgs(BaseModelArgs):
 
     Args:
         family (str):
-            A key of `FAMILIES`.
+            A key of `HF_FAMILIES`.
         config (dict[str, Any]):
             Keyword arguments of the family's HF configuration.
         overrides (dict[str, Any]):
@@ -96,11 +94,11 @@ class HFModelArgs(BaseModelArgs):
 
     def hf_config(self) -> PreTrainedConfig:
         """The HF configuration."""
-        return FAMILIES[self.family].config_class(**self.config | self.overrides)
+        return HF_FAMILIES[self.family].config_class(**self.config | self.overrides)
 
     def build_hf(self) -> PreTrainedModel:
         """The HF model, initialised by itself."""
-        return FAMILIES[self.family].build(self.hf_config())
+        return HF_FAMILIES[self.family].build(self.hf_config())
 
     def state_layout(self) -> tuple[LayerLayout, ...]:
         """
@@ -110,7 +108,7 @@ class HFModelArgs(BaseModelArgs):
             ValueError: a layer has no state of constant size.
         """
         with torch.device("meta"):
-            return state_layout(getattr(self.build_hf(), FAMILIES[self.family].base).layers)
+            return state_layout(getattr(self.build_hf(), HF_FAMILIES[self.family].base).layers)
 
     @property
     def vocab_size(self) -> int:
@@ -135,33 +133,30 @@ class HFModelArgs(BaseModelArgs):
         reorder the sequence.
 
         Raises:
-            ValueError: the job asks for what is not supported (see `check_job`, `check_harmonic_section`), or for a flavor
-                with tied tables (see `check_tied`) or attention layers.
+            ValueError: the job asks for what does not combine (see `fla_harmonic.titan.combinations`).
         """
-        check_job(job_config, self.family)
-        check_harmonic_section(job_config, self.family)
-        self.overrides = config_overrides(job_config)
-        config = self.hf_config()
-        # first: more blocks or fewer stages are no remedy for a tied table
-        if config.tie_word_embeddings:
-            check_tied(job_config, self.family)
-        check_stages(job_config, config.num_hidden_layers)
-        compiled = job_config.compile.enable and "model" in job_config.compile.components
-        if compiled and data_section(job_config).reset_documents and getattr(config, "attn", None) is not None:
-            raise ValueError(
-                f"{self.family}: attention layers over packed documents cannot be compiled, but model.flavor = "
-                f"{job_config.model.flavor!r} has such layers, with compile.enable = true and data.reset_documents = true. "
-                "Remedy: compile.enable = false, or data.reset_documents = false"
-            )
+        self.overrides = config_overrides(job_config) if self.family == "harmonic" else {}
+        check_job(self.start(job_config))
         self.seed = job_config.debug.seed
         section = harmonic_section(job_config)
         self.loss_chunk_tokens, self.segment_len = section.loss_chunk_tokens, section.segment_len
         self.stateful = section.stateful
         job_config.parallelism.context_parallel_load_balancer = None
 
+    def start(self, job_config: JobConfig) -> Start:
+        """What the table of combinations asks about the model."""
+        config: Any = self.hf_config()
+        return Start(
+            job_config, self.family, config.num_hidden_layers, config.tie_word_embeddings,
+            attention_layers=getattr(config, "attn", None) is not None,
+            attn_mode=getattr(config, "attn_mode", "chunk"),
+            conv_size=config.conv_size if getattr(config, "use_short_conv", False) else 0,
+            mamba_kernels=mamba.HAS_MAMBA_KERNELS,
+        )
+
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """
-        Parameters (a tied table counts once), and floating point operations that training spends on a token, whatever the
+        Parameters (a tied table counts once), and floating point operations that training spends per token, whatever the
         sequence length but for attention:
 
         - those of the matrix products (see `matmul_flops`); biases, norms and activations are left out;
@@ -206,7 +201,7 @@ class HFModel(ModelProtocol):
         self.model_args = model_args
         # the ranks that hold the pieces of a sequence; set where the model is parallelized
         self.cp_group: ProcessGroup | None = None
-        family = FAMILIES[model_args.family]
+        family = HF_FAMILIES[model_args.family]
         model = model_args.build_hf() if hf_model is None else hf_model
         base = getattr(model, family.base)
         self.tok_embeddings = getattr(base, family.embeddings)
@@ -332,7 +327,7 @@ class HFStateDictAdapter(StateDictAdapter):
     def __init__(self, model_args: HFModelArgs, hf_assets_path: str | None) -> None:
         super().__init__(model_args, hf_assets_path)
         self.model_args = model_args
-        self.names = FAMILIES[model_args.family].names
+        self.names = HF_FAMILIES[model_args.family].names
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return {_rename(name, self.names): value for name, value in state_dict.items()}

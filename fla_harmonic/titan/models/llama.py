@@ -13,13 +13,11 @@ from torchtitan.models.llama3.model.model import FeedForward
 from torchtitan.protocols.model import AttentionMasksType
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fla_harmonic.titan.combinations import Start, check_job
 from fla_harmonic.titan.components.hf_import import check_hf_directory
 from fla_harmonic.titan.components.init import init_from_reference
 from fla_harmonic.titan.components.loss import LossHead, TiedHead
-from fla_harmonic.titan.config import check_harmonic_section, harmonic_section
-from fla_harmonic.titan.distributed.parallelize import check_job
-from fla_harmonic.titan.distributed.pipeline import check_stages
-from fla_harmonic.titan.distributed.tied import check_tied
+from fla_harmonic.titan.config import harmonic_section
 from fla_harmonic.titan.models.flops import matmul_flops
 
 
@@ -44,14 +42,9 @@ class LlamaArgs(TransformerModelArgs):
         Take sequence length, seed and the `[harmonic]` section from the job.
 
         Raises:
-            ValueError: the job asks for what is not supported (see `check_job` and `check_harmonic_section`), also with tied
-                tables (see `check_tied`).
+            ValueError: the job asks for what does not combine (see `fla_harmonic.titan.combinations`).
         """
-        check_job(job_config, "llama")
-        check_stages(job_config, self.n_layers)
-        check_harmonic_section(job_config, "llama")
-        if self.tie_word_embeddings:
-            check_tied(job_config, "llama", ("tensor", "pipeline", "context"))
+        check_job(Start(job_config, "llama", self.n_layers, self.tie_word_embeddings))
         super().update_from_config(job_config, **kwargs)
         self.seed = job_config.debug.seed
         self.loss_chunk_tokens = harmonic_section(job_config).loss_chunk_tokens

@@ -1,23 +1,22 @@
 """
-Lets stock torchtitan 0.2.x run on a machine without an accelerator.
+torchtitan 0.2.2 takes "cuda" for granted on a machine without an accelerator: it is pointed at the CPU.
 
-torchtitan takes "cuda" for granted there, and some of its modules copy `device_type` and `device_module` when they are
-imported, which is before a custom import runs. So those copies are replaced, in an explicit list of modules.
+Some of its modules copy `device_type` and `device_module` when they are imported, which is before a custom import runs. So
+those copies are replaced, in an explicit list of modules.
 """
 
-import ctypes
 import os
 import platform
 import resource
 import sys
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from types import ModuleType, SimpleNamespace
 
 import torch
 from torch._utils import _get_available_device_type
 
-# every module of torchtitan 0.2.2 that the trainer imports and that holds its own copy
+# every module that the trainer imports and that holds its own copy
 _COPIES = {
     "torchtitan.tools.utils": ("device_type", "device_module"),
     "torchtitan.tools.profiling": ("device_module",),
@@ -26,10 +25,6 @@ _COPIES = {
     "torchtitan.distributed.utils": ("device_type", "device_module"),
     "torchtitan.distributed.dual_pipe_v": ("device_type", "device_module"),
 }
-
-
-# None where the C library is another
-_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 class CPUModule(ModuleType):
@@ -69,22 +64,6 @@ class CPUModule(ModuleType):
         pass
 
 
-def check_torchtitan_version() -> None:
-    """
-    Raises:
-        RuntimeError: torchtitan is missing, or is not 0.2.x, for which the specs and the CPU shim are written.
-    """
-    try:
-        found = version("torchtitan")
-    except PackageNotFoundError:
-        found = "none"
-    if not found.startswith("0.2."):
-        raise RuntimeError(
-            f"fla_harmonic.titan expects torchtitan 0.2.x, but found {found}. Remedy: pip install torchtitan==0.2.2, or this "
-            "package with its extra: pip install 'fla-harmonic[titan]' (in a checkout: pip install '.[titan]')"
-        )
-
-
 def install_cpu_shim() -> bool:
     """
     Point torchtitan at the CPU where no accelerator is, and leave it alone where one is. Harmless when repeated.
@@ -93,9 +72,8 @@ def install_cpu_shim() -> bool:
         Whether the shim is installed.
 
     Raises:
-        RuntimeError: torchtitan is not 0.2.x, or lacks a name that the shim replaces.
+        RuntimeError: torchtitan lacks a name that the shim replaces.
     """
-    check_torchtitan_version()
     if torch.accelerator.is_available() or _get_available_device_type() is not None:
         return False
     replacements = {"device_type": "cpu", "device_module": CPUModule("fla_harmonic_cpu")}
@@ -109,12 +87,3 @@ def install_cpu_shim() -> bool:
                 )
             setattr(module, name, replacements[name])
     return True
-
-
-def release_free_memory() -> None:
-    """
-    Give memory that was freed back to the system, where the C library is glibc. It keeps holes that are a few bytes too
-    small for the next aligned tensor, so that a loop over tensors of one size grows without a tensor being alive.
-    """
-    if _MALLOC_TRIM is not None:
-        _MALLOC_TRIM(0)
