@@ -39,7 +39,8 @@ def _table(head: str, columns: tuple[str, ...], rows: dict[str, list[str]], reas
 def pairs_table() -> str:
     """Pairs of kinds for Harmonic, and why pairs are refused, in Markdown."""
     reasons: dict[str, list[str]] = {}
-    cells = {pair: "" if set(pair) <= set(_DATA) else _cell(pair, "harmonic", pair, reasons) for pair in combinations(KINDS, 2)}
+    pairs = [pair for pair in combinations(KINDS, 2) if not set(pair) <= set(_DATA)]
+    cells = {pair: _cell(pair, "harmonic", pair, reasons) for pair in pairs}
     rows = {row: [cells.get((row, column), "") for column in KINDS[1:]] for row in KINDS[:-1]}
     return _table("Harmonic", KINDS[1:], rows, reasons)
 

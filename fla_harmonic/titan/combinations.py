@@ -51,6 +51,8 @@ class Start:
             Layers that took the place of a pretrained model's attention.
         mamba_kernels (bool):
             Whether mamba-ssm's kernels are installed.
+        unknown_fields (tuple[str, ...]):
+            What `harmonic.config` sets and `HarmonicConfig` does not have.
     """
 
     job_config: Any
@@ -62,6 +64,7 @@ class Start:
     conv_size: int = 0
     converted_layers: int = 0
     mamba_kernels: bool = False
+    unknown_fields: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         section, dot, leaf = name.partition(".")
@@ -158,6 +161,7 @@ KINDS = {
     "short convolutions": _kind(lambda s: s.conv_size, "model.flavor", "conv_size"),
     "step by step": _kind(lambda s: s.attn_mode != "chunk", "model.flavor", "attn_mode"),
     "fields of HarmonicConfig": _set("harmonic.config"),
+    "unknown fields": _set("unknown_fields"),
     "[hallamonic]": _kind(lambda s: hallamonic_section(s.job_config) != Hallamonic(),
                           *(f"hallamonic.{name}" for name in vars(Hallamonic()))),
     "no weights": _kind(
@@ -254,6 +258,7 @@ ROWS = (
         'leave the section out, or model.name = "hallamonic"', (*_HARMONIC, *_MAMBA, *_LLAMA)),
     Row(("fields of HarmonicConfig",), "fields of HarmonicConfig cannot change this model",
         'harmonic.config = "", or model.name = "harmonic"', (*_MAMBA, *_LLAMA, *_HALLAMONIC)),
+    Row(("unknown fields",), "HarmonicConfig has no such fields", "correct them in harmonic.config", _HARMONIC),
     Row(("segments|stateful",), "Harmonic alone passes states on", f'{_ONE_TEXT}, or model.name = "harmonic"',
         (*_MAMBA, *_LLAMA, *_HALLAMONIC)),
     Row(("segments|stateful", "attention layers"), "the memory of attention is no state that one segment can pass to the next",

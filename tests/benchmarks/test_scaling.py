@@ -44,6 +44,11 @@ def test_the_page_has_what_the_commands_print(main, capsys: pytest.CaptureFixtur
         assert block in PAGE
 
 
+def test_the_tables_between_the_markers_are_those_of_the_code() -> None:
+    begin, end = combinations.MARKERS
+    assert PAGE.partition(begin)[2].partition(end)[0].strip() == combinations.section().strip()
+
+
 def test_a_difference_is_reported() -> None:
     calls = on_gloo(designed(communication.job_of(LAYOUTS[0]), SHAPES))
     assert not differences({LAYOUTS[0].name: calls}, SHAPES)

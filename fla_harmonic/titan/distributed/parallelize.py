@@ -15,7 +15,10 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from fla_harmonic.layers.harmonic import Timescale
-from fla_harmonic.ops.harmonic import context_parallel, scan_op  # noqa: F401  (register torch.ops.fla_harmonic)
+
+# these register torch.ops.fla_harmonic
+from fla_harmonic.ops.harmonic import context_parallel, scan_op  # noqa: F401
+from fla_harmonic.ops.mamba import selective_scan  # noqa: F401
 from fla_harmonic.titan.config import compiles_model
 from fla_harmonic.titan.distributed.tensor_parallel import apply_tensor_parallel
 from fla_harmonic.titan.distributed.tied import apply_fsdp_tied, is_tied

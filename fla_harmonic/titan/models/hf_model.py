@@ -152,6 +152,7 @@ class HFModelArgs(BaseModelArgs):
             attn_mode=getattr(config, "attn_mode", "chunk"),
             conv_size=config.conv_size if getattr(config, "use_short_conv", False) else 0,
             mamba_kernels=mamba.HAS_MAMBA_KERNELS,
+            unknown_fields=tuple(self.overrides.keys() - HarmonicConfig().to_dict().keys()),
         )
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
