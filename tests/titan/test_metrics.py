@@ -126,7 +126,7 @@ def test_states_and_timescales_are_those_of_the_data(model: nn.Module) -> None:
     model.train()
     # the same rows once more: another microbatch
     model(tokens)
-    assert monitor.collect("cpu") == pytest.approx(expected, rel=1e-5)
+    assert monitor.collect() == pytest.approx(expected, rel=1e-5)
     assert expected["harmonic/level_2/mean_timescale"] > expected["harmonic/level_1/mean_timescale"] > 2
 
 
@@ -139,7 +139,7 @@ def test_what_checkpointing_computes_anew_does_not_count(option: str, model: nn.
     monitor = StateMonitor([model], 2)
     monitor.arm()
     model(tokens).square().sum().backward()
-    assert monitor.collect("cpu") == pytest.approx(expected, rel=1e-5)
+    assert monitor.collect() == pytest.approx(expected, rel=1e-5)
 
 
 def test_watching_changes_no_bit_and_ends_with_the_step(model: nn.Module) -> None:
@@ -153,12 +153,12 @@ def test_watching_changes_no_bit_and_ends_with_the_step(model: nn.Module) -> Non
     monitor.arm()
     assert hooks() == before + 8
     assert torch.equal(model(tokens), expected)
-    first = monitor.collect("cpu")
+    first = monitor.collect()
     assert hooks() == before
     # nothing of an earlier step is left
     monitor.arm()
     model(tokens)
-    assert monitor.collect("cpu") == first
+    assert monitor.collect() == first
 
 
 def test_layers_that_call_no_hook_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -166,7 +166,7 @@ def test_layers_that_call_no_hook_are_named_once(caplog: pytest.LogCaptureFixtur
     monitor = StateMonitor([nn.Linear(2, 2)], 2)
     for _ in range(2):
         monitor.arm()
-        assert monitor.collect("cpu") == {}
+        assert monitor.collect() == {}
     assert caplog.text.count("are not logged") == 1
 
 
@@ -179,7 +179,7 @@ def test_states_are_watched_on_logged_steps_alone(first: int, monkeypatch: pytes
     processor.started, processor.jsonl, processor.num_levels = True, None, 2
     calls: list[str] = []
     monkeypatch.setattr(metrics, "StateMonitor", lambda *args: SimpleNamespace(
-        arm=lambda: calls.append("arm"), disarm=lambda: calls.append("disarm"), collect=lambda device: {}))
+        arm=lambda: calls.append("arm"), disarm=lambda: calls.append("disarm"), collect=lambda: {}))
     monkeypatch.setattr(MetricsProcessor, "log", lambda *args: None)
     monkeypatch.setattr(metrics, "bytes_per_token", lambda job_config: None)
     processor.model_parts = [nn.Identity()]

@@ -153,7 +153,7 @@ def test_steps_of_validation() -> None:
 
 
 def test_what_would_score_something_else_is_refused(text: Path) -> None:
-    with pytest.raises(ValueError, match=r"validation\.local_batch_size = training\.local_batch_size .*got 8 and 4\. Remedy"):
+    with pytest.raises(ValueError, match=r"validation\.local_batch_size .* \(4, 1024\), .*got \(8, 2048\)\. Remedy"):
         check_validation(job(text), dims(pp=2))
     with pytest.raises(ValueError, match=r"multiple of tensor x context parallel degree = 3, but got 2048\. Remedy"):
         check_validation(job(text), dims(cp=3))

@@ -50,12 +50,8 @@ def init_from_reference(
         torch.default_generator.manual_seed(torch.initial_seed() if seed is None else seed)
         reference = build()
 
-    elsewhere = _in_other_stages(model, reference)
-
-    def here(named: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        return ((name, tensor) for name, tensor in named if not name.startswith(elsewhere))
-
-    for target, source in _pairs("parameters", model.named_parameters(), here(reference.named_parameters())).values():
+    _drop_other_stages(model, reference)
+    for target, source in _pairs("parameters", model.named_parameters(), reference.named_parameters()).values():
         if isinstance(target, DTensor):
             shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
             window = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
@@ -65,27 +61,24 @@ def init_from_reference(
 
     # a buffer may have to change its device: the module that owns it gets a new one
     owners = {clean_name(name): module for name, module in model.named_modules()}
-    for name, (target, source) in _pairs("buffers", model.named_buffers(), here(reference.named_buffers())).items():
+    for name, (target, source) in _pairs("buffers", model.named_buffers(), reference.named_buffers()).items():
         owner, _, leaf = name.rpartition(".")
         owners[owner]._buffers[leaf] = source.to(buffer_device or target.device)
 
 
-def _in_other_stages(model: nn.Module, reference: nn.Module) -> tuple[str, ...]:
-    """Prefixes of what torchtitan takes out of a stage of a pipeline: modules set to None, entries of a `ModuleDict`."""
-    prefixes = []
-    for name, module in reference.named_children():
+def _drop_other_stages(model: nn.Module, reference: nn.Module) -> None:
+    """Remove what torchtitan takes out of a stage of a pipeline: modules set to None, entries of a `ModuleDict`."""
+    for name, module in list(reference.named_children()):
         mine = model._modules.get(name, module)
         if mine is None:
-            prefixes.append(f"{name}.")
+            setattr(reference, name, None)
         elif isinstance(module, nn.ModuleDict) and isinstance(mine, nn.ModuleDict):
-            prefixes += [f"{name}.{key}." for key in module if key not in mine]
-    return tuple(prefixes)
+            for key in module.keys() - mine.keys():
+                del module[key]
 
 
 def _pairs(
-    kind: str,
-    targets: Iterable[tuple[str, torch.Tensor]],
-    sources: Iterable[tuple[str, torch.Tensor]],
+    kind: str, targets: Iterable[tuple[str, torch.Tensor]], sources: Iterable[tuple[str, torch.Tensor]],
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     mine, theirs = ({clean_name(name): tensor for name, tensor in named} for named in (targets, sources))
     if wrong := sorted(

@@ -19,19 +19,33 @@ from torchtitan.config import JobConfig
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class LossHead(nn.Linear):
+class _Head(nn.Module):
     """
-    The output layer of a language model: returns logits, or the summed cross entropy if it is given labels. The loss is part
-    of a module's forward pass because that is where FSDP has the whole weight.
+    Returns logits, or the loss if it is given labels: in a module's forward pass, where FSDP has the whole weight.
+    """
+
+    weight: torch.Tensor
+    chunk_tokens: int
+
+    def forward(
+        self, input: torch.Tensor, labels: torch.Tensor | None = None, recomputed: bool = False,
+    ) -> torch.Tensor:
+        """Logits `[..., V]` of hidden states `[..., H]`; with labels `[...]` their loss, see `linear_cross_entropy`."""
+        if labels is None:
+            return F.linear(input, self.weight)
+        return linear_cross_entropy(input, self.weight, labels, self.chunk_tokens, recomputed)
+
+
+class LossHead(_Head, nn.Linear):
+    """
+    The output layer of a language model, from a linear layer without bias whose weight it takes over.
 
     Args:
         linear (nn.Linear):
-            The layer whose weight it takes over, without bias.
+            The layer.
         chunk_tokens (int):
-            Tokens whose logits exist at a time; 0: all.
+            Tokens whose logits exist at a time in the loss; 0: all.
     """
-
-    chunk_tokens: int
 
     def __init__(self, linear: nn.Linear, chunk_tokens: int) -> None:
         if linear.bias is not None:
@@ -41,31 +55,8 @@ class LossHead(nn.Linear):
         self.weight = linear.weight
         self.chunk_tokens = chunk_tokens
 
-    def forward(
-        self,
-        input: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        recomputed: bool = False,
-    ) -> torch.Tensor:
-        """
-        Args:
-            input (torch.Tensor):
-                Hidden states of shape `[..., H]`.
-            labels (torch.Tensor, Optional):
-                Token ids of shape `[...]`, int64; -100 does not count. Default: `None`.
-            recomputed (bool):
-                Whether this runs in a function that `torch.utils.checkpoint` repeats. Default: `False`.
 
-        Returns:
-            Logits of shape `[..., vocab_size]`; with labels the sum of the cross entropies, a float32 scalar (float64 for
-            float64 input).
-        """
-        if labels is None:
-            return super().forward(input)
-        return linear_cross_entropy(input, self.weight, labels, self.chunk_tokens, recomputed)
-
-
-class TiedHead(nn.Module):
+class TiedHead(_Head):
     """
     The head of a model whose logits are products with its own token embeddings. It has no parameter: the table belongs to
     the embeddings alone, so that `to_empty`, optimizers, gradient norms and checkpoints meet it once.
@@ -74,7 +65,7 @@ class TiedHead(nn.Module):
         embeddings (nn.Embedding):
             The token embeddings; their weight is looked up at every call.
         chunk_tokens (int):
-            Tokens whose logits exist at a time when it computes the loss; 0: all. Default: 0.
+            Tokens whose logits exist at a time in the loss; 0: all. Default: 0.
     """
 
     def __init__(self, embeddings: nn.Embedding, chunk_tokens: int = 0) -> None:
@@ -84,20 +75,9 @@ class TiedHead(nn.Module):
         self._embeddings = (embeddings,)
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
         """The table, `[vocab_size, hidden_size]`."""
         return self._embeddings[0].weight
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        recomputed: bool = False,
-    ) -> torch.Tensor:
-        """Logits `[..., vocab_size]` of hidden states `[..., hidden_size]`, or the loss, as `LossHead`."""
-        if labels is None:
-            return F.linear(hidden_states, self.weight)
-        return linear_cross_entropy(hidden_states, self.weight, labels, self.chunk_tokens, recomputed)
 
     def extra_repr(self) -> str:
         vocab_size, hidden_size = self.weight.shape

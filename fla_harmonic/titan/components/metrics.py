@@ -12,7 +12,6 @@ from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsPr
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModelArgs
-from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from fla_harmonic.titan.components.dataloader import bytes_per_token
@@ -125,7 +124,7 @@ class JSONLMetricsProcessor(MetricsProcessor):
         if (num_bytes := bytes_per_token(self.job_config)) is not None:
             metrics["bits_per_byte"] = bits / num_bytes
         if self.states is not None:
-            metrics |= self.states.collect(utils.device_type)
+            metrics |= self.states.collect()
         super().log(step, global_avg_loss, global_max_loss, grad_norm, metrics)
         self._arm_for(step + 1)
 

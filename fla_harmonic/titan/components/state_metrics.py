@@ -1,6 +1,7 @@
 """What Harmonic's levels do on the data: the size of their states and their timescales, on logged steps."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
+from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from fla_harmonic.layers import HarmonicAttention
@@ -33,19 +35,19 @@ class StateMonitor:
 
     def __init__(self, model_parts: list[nn.Module], num_levels: int) -> None:
         self.layers = [module for part in model_parts for module in part.modules() if isinstance(module, HarmonicAttention)]
-        self.num_levels = num_levels
+        # of each level: sum and number of the timescales, and of the squared states
+        self.sums = torch.zeros(num_levels, 4, dtype=torch.float64, device=utils.device_type)
         self.handles: list[RemovableHandle] = []
-        self.sums: torch.Tensor | None = None
         self.is_silent = False
 
     def arm(self) -> None:
         """Start again from nothing."""
         self.disarm()
-        self.sums = None
+        self.sums.zero_()
         for layer in self.layers:
             for index, level in enumerate(cast(Iterable[HarmonicLevel], layer.levels)):
-                self.handles.append(level.register_forward_hook(self._timescale_hook(index)))
-                self.handles.append(level.norm.register_forward_pre_hook(self._state_hook(index)))
+                self.handles.append(level.register_forward_hook(partial(self._see_timescales, index)))
+                self.handles.append(level.norm.register_forward_pre_hook(partial(self._see_states, index)))
 
     def disarm(self) -> None:
         """Remove the hooks."""
@@ -53,14 +55,13 @@ class StateMonitor:
             handle.remove()
         self.handles.clear()
 
-    def collect(self, device: torch.device | str) -> dict[str, float]:
+    def collect(self) -> dict[str, float]:
         """The averages over all ranks, each of which must call; nothing, and one line in the log, where no hook was called."""
         self.disarm()
-        sums = self._zeros(device) if self.sums is None else self.sums
         if dist.is_initialized():
-            dist.all_reduce(sums)
+            dist.all_reduce(self.sums)
         metrics = {}
-        for index, (tau, taus, square, squares) in enumerate(sums.tolist(), start=1):
+        for index, (tau, taus, square, squares) in enumerate(self.sums.tolist(), start=1):
             if taus and squares:
                 metrics[f"harmonic/level_{index}/state_rms"] = (square / squares) ** 0.5
                 metrics[f"harmonic/level_{index}/mean_timescale"] = tau / taus
@@ -69,29 +70,20 @@ class StateMonitor:
             self.is_silent = True
         return metrics
 
-    def _zeros(self, device: torch.device | str) -> torch.Tensor:
-        return torch.zeros(self.num_levels, 4, dtype=torch.float64, device=device)
-
     @torch.no_grad()
     def _add(self, level: int, column: int, values: torch.Tensor) -> None:
-        if self.sums is None:
-            self.sums = self._zeros(values.device)
         self.sums[level, column] += values.sum(dtype=torch.float64)
         self.sums[level, column + 1] += values.numel()
 
-    def _timescale_hook(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(level: nn.Module, inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
-            if _counts(level):
-                a_min, a_max = cast(HarmonicLevel, level).decay_range
-                u = _local(outputs[0]).detach().float()
-                self._add(index, 0, 1 / ((1 - a_max) + (a_max - a_min) * torch.sigmoid(-u)))
-        return hook
+    def _see_timescales(self, index: int, level: nn.Module, inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if _counts(level):
+            a_min, a_max = cast(HarmonicLevel, level).decay_range
+            u = _local(outputs[0]).detach().float()
+            self._add(index, 0, 1 / ((1 - a_max) + (a_max - a_min) * torch.sigmoid(-u)))
 
-    def _state_hook(self, index: int) -> Callable[[nn.Module, tuple[torch.Tensor]], None]:
-        def hook(norm: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-            if _counts(norm):
-                self._add(index, 2, _local(inputs[0]).detach().float().square())
-        return hook
+    def _see_states(self, index: int, norm: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if _counts(norm):
+            self._add(index, 2, _local(inputs[0]).detach().float().square())
 
 
 def _counts(module: nn.Module) -> bool:

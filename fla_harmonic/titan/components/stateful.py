@@ -84,7 +84,7 @@ class StreamLoader(WindowLoader):
                 f"expected at least one window of seq_len {windows.seq_len} for each of the {streams} rows of the global "
                 f"batch, but the split has {len(windows)}. Remedy: a longer text, a smaller global batch or seq_len"
             )
-        self.streams, self.layout = streams, layout
+        self.streams = streams
         self.stream_windows = len(windows) // streams
         own = [stream for stream in range(streams) if stream // self.local_batch_size % self.dp_world_size == self.dp_rank]
         self.states: dict[int, States] = {stream: zero_states(layout, 1) for stream in own}
@@ -130,13 +130,7 @@ class StreamLoader(WindowLoader):
             )
         for stream in self.states:
             named = state_dict["states"][str(stream)]
-            self.states[stream] = [
-                LayerState(
-                    tuple(named[str(index)][f"level_{level}"] for level in range(len(layer.levels))),
-                    None if layer.conv is None else named[str(index)]["conv"],
-                )
-                for index, layer in enumerate(self.layout)
-            ]
+            self.states[stream] = [_unnamed(named[str(index)]) for index in range(len(named))]
         self.consumed = state_dict["stream_windows"]
 
 
@@ -146,3 +140,7 @@ def _named(states: States) -> dict[str, dict[str, torch.Tensor]]:
         tensors = {f"level_{level}": x for level, x in enumerate(state.levels)}
         named[str(index)] = tensors if state.conv is None else tensors | {"conv": state.conv}
     return named
+
+
+def _unnamed(layer: dict[str, torch.Tensor]) -> LayerState:
+    return LayerState(tuple(layer[f"level_{level}"] for level in range(len(layer) - ("conv" in layer))), layer.get("conv"))

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.pipelining.schedules import _PipelineSchedule
@@ -151,6 +150,7 @@ class SplitValidator(BaseValidator):
                     with self.maybe_enable_amp:
                         losses = [self.loss_fn(model(x, **extra), labels)]
                 else:
+                    # of the microbatches, on the rank that has the last stage
                     losses = self._run_pipeline(x, labels, extra)
             for loss in losses:
                 nll += (loss.full_tensor() if isinstance(loss, DTensor) else loss).double()
@@ -165,14 +165,11 @@ class SplitValidator(BaseValidator):
         return sums[0], int(sums[1]), tokens
 
     def _run_pipeline(self, x: torch.Tensor, labels: torch.Tensor, extra: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The losses of the microbatches, on the rank that has the last stage."""
         schedule: Any = self.pp_schedule
         losses: list[torch.Tensor] = []
-        target = {"target": labels, "losses": losses} if self.is_last_stage else {"target": None, "losses": None}
-        if self.is_first_stage:
-            schedule.eval(x, **extra, **target)
-        else:
-            schedule.eval(**target)
+        inputs, extra = ((x,), extra) if self.is_first_stage else ((), {})
+        target, kept = (labels, losses) if self.is_last_stage else (None, None)
+        schedule.eval(*inputs, **extra, target=target, losses=kept)
         return losses
 
 
@@ -188,12 +185,12 @@ def check_validation(job_config: JobConfig, parallel_dims: ParallelDims) -> None
     training = job_config.training
     if parallel_dims.pp_enabled:
         # a schedule runs on the shapes that its stages were built for
-        for field in ("local_batch_size", "seq_len"):
-            if getattr(config, field) != getattr(training, field):
-                raise ValueError(
-                    f"{family}: expected validation.{field} = training.{field} under pipeline parallelism, but got "
-                    f"{getattr(config, field)} and {getattr(training, field)}. Remedy: set both to the same"
-                )
+        trained, asked = ((c.local_batch_size, c.seq_len) for c in (training, config))
+        if asked != trained:
+            raise ValueError(
+                f"{family}: expected validation.local_batch_size and validation.seq_len to be those of [training], {trained}, "
+                f"under pipeline parallelism, but got {asked}. Remedy: set both to the same"
+            )
     if config.seq_len % (pieces := parallel_dims.tp * parallel_dims.cp):
         raise ValueError(
             f"{family}: expected validation.seq_len to be a multiple of tensor x context parallel degree = {pieces}, but got "
@@ -208,14 +205,12 @@ def check_validation(job_config: JobConfig, parallel_dims: ParallelDims) -> None
 
 def scored_bytes(split: TokenSplit, tokenizer: TextTokenizer, targets: int) -> float:
     """
-    UTF-8 bytes of the first `targets` labels of a split, i.e. of its tokens 1 to `targets`.
-
-    Exact for bytes, where an end of text that was added counts none. Other tokenizers lose track of which bytes a token
-    stands for: theirs is the share that these tokens are of all, of the bytes of the split.
+    UTF-8 bytes of the first `targets` labels of a split, i.e. of its tokens 1 to `targets`. Exact for bytes, where an end of
+    text that was added counts none. Of other tokenizers, that lose track of the bytes, at the split's mean bytes per token.
     """
     if not isinstance(tokenizer, ByteTokenizer):
         return split.num_bytes * targets / len(split.tokens)
-    added = len(split.tokens) - split.num_bytes
-    # an end of text before each next document, and one more at the end where nothing cuts the last document
-    ends = np.append(split.document_starts[1:], len(split.tokens))[:added] - 1
-    return targets - int(((ends >= 1) & (ends <= targets)).sum())
+    if len(split.tokens) == split.num_bytes:
+        return targets
+    # NUL, which a text of several documents does not hold
+    return targets - int((split.tokens[1 : targets + 1] == tokenizer.eos_id).sum())
