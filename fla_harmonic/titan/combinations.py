@@ -21,6 +21,8 @@ SCHEDULES = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}
 _REPLICAS, _SHARDS = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
 _TENSOR, _CONTEXT, _PIPELINE = (f"parallelism.{kind}_parallel_degree" for kind in ("tensor", "context", "pipeline"))
 _SCHEDULE, _SCHEDULE_FILE = "parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_schedule_csv"
+_SHAPE = ("local_batch_size", "seq_len")
+_VALIDATION = ("validation.freq", *(f"validation.{name}" for name in _SHAPE))
 _SECTIONS: dict[str, Callable[[Any], Any]] = {
     "data": data_section, "harmonic": harmonic_section, "hallamonic": hallamonic_section,
 }
@@ -142,6 +144,15 @@ KINDS = {
     "more stages than blocks": _kind(lambda s: s.stages > s.blocks, "model.flavor", "blocks", _SCHEDULE, "stages"),
     "unequal pieces": _kind(lambda s: s["training.seq_len"] % (s[_TENSOR] * s[_CONTEXT]),
                             "training.seq_len", _TENSOR, _CONTEXT),
+    "empty validation": _kind(lambda s: s["validation.enable"] and min(s[field] for field in _VALIDATION) < 1, *_VALIDATION),
+    "another validation shape": _kind(
+        lambda s: s["validation.enable"] and any(s[f"validation.{name}"] != s[f"training.{name}"] for name in _SHAPE),
+        *(f"{section}.{name}" for section in ("validation", "training") for name in _SHAPE)),
+    "longer validation": _kind(lambda s: s["validation.enable"] and s["validation.seq_len"] > s["training.seq_len"],
+                               "validation.seq_len", "training.seq_len"),
+    "unequal validation pieces": _kind(
+        lambda s: s["validation.enable"] and s["validation.seq_len"] % (s[_TENSOR] * s[_CONTEXT]),
+        "validation.seq_len", _TENSOR, _CONTEXT),
     "pieces within a convolution": _kind(lambda s: s["training.seq_len"] // s[_CONTEXT] < s.conv_size - 1,
                                          "training.seq_len", "conv_size"),
     "reordered sequence": _kind(lambda s: s["parallelism.context_parallel_load_balancer"] == "ptrr",
@@ -227,6 +238,13 @@ ROWS = (
         f"{_REPLICAS} = 1 and {_SHARDS} = -1"),
     Row(("unequal pieces",), "tensor and context parallelism cut a sequence into equal pieces",
         "training.seq_len a multiple of the product of both degrees"),
+    Row(("empty validation",), "a validation scores at least one window", "at least 1 each, or validation.enable = false"),
+    Row(("PP", "another validation shape"), "a pipeline runs on the shapes that its stages were built for",
+        "validation.local_batch_size and validation.seq_len as in [training]"),
+    Row(("unequal validation pieces",), "tensor and context parallelism cut a sequence into equal pieces",
+        "validation.seq_len = training.seq_len"),
+    Row(("longer validation",), "positions beyond the trained length mean nothing to the model",
+        "validation.seq_len = training.seq_len", _LLAMA),
     Row(("CP", "reordered sequence"), "a recurrence needs contiguous pieces of the sequence",
         "leave the load balancer out; it is switched off", _HARMONIC),
     Row(("TP|PP", "bf16"), "tensor or pipeline parallelism without FSDP trains in training.dtype alone",

@@ -23,7 +23,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 from fla_harmonic.text import TokenSplit, load_split
 from fla_harmonic.text.corpus import split_documents
 from fla_harmonic.text.tokenizers import ByteTokenizer
-from fla_harmonic.titan.components.validate import SplitValidator, check_validation, scored_bytes
+from fla_harmonic.titan.combinations import Start, check_job
+from fla_harmonic.titan.components.validate import SplitValidator, scored_bytes
 
 CONFIGS = Path(__file__).parents[2] / "titan_configs"
 
@@ -152,19 +153,27 @@ def test_steps_of_validation() -> None:
     assert [step for step in range(1, 11) if check.should_validate(step)] == [1, 4, 8, 10]
 
 
-def test_what_would_score_something_else_is_refused(text: Path) -> None:
-    with pytest.raises(ValueError, match=r"validation\.local_batch_size .* \(4, 1024\), .*got \(8, 2048\)\. Remedy"):
-        check_validation(job(text), dims(pp=2))
-    with pytest.raises(ValueError, match=r"multiple of tensor x context parallel degree = 3, but got 2048\. Remedy"):
-        check_validation(job(text), dims(cp=3))
-    check_validation(job(text), dims(cp=2))
-    for field in ("freq", "local_batch_size", "seq_len"):
-        with pytest.raises(ValueError, match=rf"validation\.{field} to be at least 1, but got 0"):
-            check_validation(job(text, f"--validation.{field}=0"), dims())
-    longer = ["--validation.seq_len=128", "--training.seq_len=64"]
-    with pytest.raises(ValueError, match=r"llama: positions beyond .*seq_len = 128 with training\.seq_len = 64\. Remedy"):
-        check_validation(job(text, *longer, family="llama"), dims())
-    check_validation(job(text, *longer), dims())
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["--parallelism.pipeline_parallel_degree=2"],
+     r"pipeline .*validation\.local_batch_size = 8, validation\.seq_len = 2048, training\.local_batch_size = 4"),
+    (["--parallelism.context_parallel_degree=3", "--training.seq_len=999"], r"equal pieces, but validation\.seq_len = 2048"),
+    (["--validation.freq=0"], r"at least one window, but validation\.freq = 0"),
+    (["--validation.local_batch_size=0"], r"at least one window, but .*validation\.local_batch_size = 0"),
+    (["--validation.seq_len=0"], r"at least one window, but .*validation\.seq_len = 0"),
+    (["llama", "--validation.seq_len=128", "--training.seq_len=64"],
+     r"llama: positions beyond .*validation\.seq_len = 128, training\.seq_len = 64"),
+    (["--validation.seq_len=128", "--training.seq_len=64"], None),
+    (["--validation.no_enable", "--validation.seq_len=0"], None),
+])
+def test_what_would_score_something_else_is_refused(text: Path, overrides: list[str], message: str | None) -> None:
+    family = "llama" if overrides[0] == "llama" else "harmonic"
+    config = job(text, "--model.flavor=debug", *(o for o in overrides if o != family), family=family)
+    start = Start(config, family, blocks=2)
+    if message is None:
+        check_job(start)
+        return
+    with pytest.raises(ValueError, match=f"{message}.*Remedy"):
+        check_job(start)
 
 
 @pytest.mark.processes

@@ -43,7 +43,7 @@ class SplitValidator(BaseValidator):
     out is the training corpus.
 
     Raises:
-        ValueError: the job's validation is not supported, or its text does not fit the model.
+        ValueError: the text is not what it should be, or does not fit the model.
         FileNotFoundError: the corpus is not there.
     """
 
@@ -63,7 +63,6 @@ class SplitValidator(BaseValidator):
         pp_has_last_stage: bool | None = None,
     ) -> None:
         super().__init__(job_config)
-        check_validation(job_config, parallel_dims)
         self.pp_schedule, self.is_first_stage = pp_schedule, pp_has_first_stage
         # torchtitan says None where it has no pipeline
         self.is_last_stage = pp_schedule is None or pp_has_last_stage
@@ -171,36 +170,6 @@ class SplitValidator(BaseValidator):
         target, kept = (labels, losses) if self.is_last_stage else (None, None)
         schedule.eval(*inputs, **extra, target=target, losses=kept)
         return losses
-
-
-def check_validation(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
-    """
-    Raises:
-        ValueError: validation is configured in a way that would score something else, or nothing.
-    """
-    family, config = job_config.model.name, job_config.validation
-    for field in ("freq", "local_batch_size", "seq_len"):
-        if (value := getattr(config, field)) < 1:
-            raise ValueError(f"{family}: expected validation.{field} to be at least 1, but got {value}")
-    training = job_config.training
-    if parallel_dims.pp_enabled:
-        # a schedule runs on the shapes that its stages were built for
-        trained, asked = ((c.local_batch_size, c.seq_len) for c in (training, config))
-        if asked != trained:
-            raise ValueError(
-                f"{family}: expected validation.local_batch_size and validation.seq_len to be those of [training], {trained}, "
-                f"under pipeline parallelism, but got {asked}. Remedy: set both to the same"
-            )
-    if config.seq_len % (pieces := parallel_dims.tp * parallel_dims.cp):
-        raise ValueError(
-            f"{family}: expected validation.seq_len to be a multiple of tensor x context parallel degree = {pieces}, but got "
-            f"{config.seq_len}. Remedy: validation.seq_len = training.seq_len"
-        )
-    if family == "llama" and config.seq_len > training.seq_len:
-        raise ValueError(
-            "llama: positions beyond the trained length mean nothing to the model, but validation.seq_len = "
-            f"{config.seq_len} with training.seq_len = {training.seq_len}. Remedy: set both to the same length"
-        )
 
 
 def scored_bytes(split: TokenSplit, tokenizer: TextTokenizer, targets: int) -> float:
