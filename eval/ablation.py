@@ -27,7 +27,7 @@ from fla_harmonic.titan.models.flavors import HARMONIC
 
 @dataclass
 class Options(StudyOptions):
-    """Which variants, on what text, and under which budget. The defaults are a study on two cores."""
+    """Which variants, on what text, and under which budget: the first length is the sweep's, the first rate the shared one."""
 
     study: Literal["ablation", "search"] = "ablation"
     """ablation: parts left out or changed; search: other blocks."""
@@ -44,23 +44,8 @@ class Options(StudyOptions):
     rivals: tuple[str, ...] = ()
     """Other models under the same protocol, e.g. mamba/debug."""
 
-    seq_lens: tuple[int, ...] = (2048,)
-    """Lengths in tokens; the sweep runs at the first."""
-
-    tokens: int = 64 * 4096
-    """Token budget of every cell."""
-
-    step_tokens: int = 4096
-    """Tokens per optimizer step."""
-
-    lrs: tuple[float, ...] = (3e-3, 6e-3)
-    """Learning rates of the sweep; the first is the shared one."""
-
     stages: tuple[Literal["shared", "sweep", "best"], ...] = ("sweep", "best")
     """What to run: all at the shared learning rate; the sweeps; each variant at its best."""
-
-    processes: int = 2
-    """Cells at once."""
 
     out: Path = Path("outputs/ablation")
     """Folder for cells, tables and plots."""

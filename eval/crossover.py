@@ -49,26 +49,27 @@ class Options(StudyOptions):
 PRESETS: dict[str, Options] = {options.preset: options for options in (
     Options(
         preset="cpu-small", models=("harmonic/debug-best", "mamba/debug", "llama/debug"), seq_lens=(1024, 2048, 4096, 8192),
-        tokens=32 * 8192, step_tokens=8192, lrs=(3e-3, 6e-3, 1.2e-2), shared_lr=3e-3, sweep_seq_len=2048, processes=2,
+        tokens=32 * 8192, step_tokens=8192, lrs=(3e-3, 6e-3, 1.2e-2), shared_lr=3e-3, sweep_seq_len=2048,
     ),
     # what `make compare` runs, at the shared learning rate alone
     Options(
         preset="compare", models=("harmonic/debug", "mamba/debug", "llama/debug"), seq_lens=(1024, 4096), seeds=(42,),
-        tokens=112 * 4096, step_tokens=4096, lrs=(3e-3,), shared_lr=3e-3, sweep_seq_len=1024, dataset="novels", processes=2,
+        tokens=112 * 4096, step_tokens=4096, lrs=(3e-3,), shared_lr=3e-3, sweep_seq_len=1024, dataset="novels",
     ),
     Options(
         preset="paper", models=("harmonic/28M", "harmonic/28M-best", "mamba/28M", "llama/28M"),
         seq_lens=(1024, 2048, 4096, 8192, 16384, 32768, 65536), seeds=(0, 1, 2, 3, 4), tokens=1000 * 65536,
         step_tokens=65536, lrs=(5e-4, 1e-3, 2e-3, 4e-3), shared_lr=1e-3, sweep_seq_len=8192,
         config_file="titan_configs/harmonic_28m.toml", dataset="enwik8", tokenizer="hf", test=524288, validation=262144,
-        micro_tokens=65536, threads=8, overrides=("--harmonic.loss_chunk_tokens=8192",),
+        micro_tokens=65536, processes=1, threads=8, overrides=("--harmonic.loss_chunk_tokens=8192",),
     ),
     Options(
         preset="scaling", models=tuple(f"{family}/{size}" for size in ("7M", "15M", "28M", "35M", "112M")
                                        for family in ("harmonic", "mamba", "llama")),
         seq_lens=(1024, 8192, 32768), tokens=2000 * 32768, step_tokens=32768, lrs=(5e-4, 1e-3, 2e-3, 4e-3), shared_lr=1e-3,
         sweep_seq_len=8192, config_file="titan_configs/harmonic_28m.toml", dataset="enwik8", tokenizer="hf", test=524288,
-        validation=262144, micro_tokens=32768, threads=8, overrides=("--harmonic.loss_chunk_tokens=8192",),
+        validation=262144, micro_tokens=32768, processes=1, threads=8,
+        overrides=("--harmonic.loss_chunk_tokens=8192",),
     ),
 )}
 

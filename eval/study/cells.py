@@ -18,22 +18,13 @@ ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR":
 
 @dataclass(frozen=True)
 class Model:
-    """
-    A model of a study.
-
-    Args:
-        label (str):
-            Its name in tables and folders.
-        family, flavor (str):
-            Those of the torchtitan plugin.
-        config (tuple[str, ...]):
-            Fields in place of the flavor's, as in `[harmonic] config`, one an entry. Default: none.
-    """
+    """A flavor of the torchtitan plugin under the name that tables and folders have."""
 
     label: str
     family: str
     flavor: str
     config: tuple[str, ...] = ()
+    """Fields in place of the flavor's, one an entry, as in `[harmonic] config`."""
 
     @classmethod
     def of(cls, name: str) -> "Model":
@@ -43,27 +34,18 @@ class Model:
 
 @dataclass(frozen=True)
 class Text:
-    """
-    What cells train and are scored on.
-
-    Args:
-        dataset, path (str):
-            torchtitan's `[training] dataset` and `dataset_path`.
-        digest (str):
-            SHA-256 of its documents: the same path may hold another text.
-        tokenizer, assets (str):
-            `[data] tokenizer`, and for "hf" the folder of its tokenizer.json.
-        test, validation (int):
-            Target tokens of each split: the first ones that have a longest window of tokens before them.
-    """
+    """What cells train and are scored on, by the names of torchtitan's `[training]` and `[data]`."""
 
     dataset: str
     path: str
     digest: str
+    """SHA-256 of the documents: the same path may hold another text."""
     tokenizer: str
     assets: str
+    """Folder of the tokenizer.json of "hf"."""
     test: int
     validation: int
+    """Target tokens of each split: the first ones that have a longest window of tokens before them."""
 
 
 @dataclass(frozen=True)

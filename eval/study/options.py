@@ -33,19 +33,19 @@ class StudyOptions:
     assets: str = "."
     """Folder of the tokenizer.json, for hf."""
 
-    seq_lens: tuple[int, ...] = ()
+    seq_lens: tuple[int, ...] = (2048,)
     """Lengths in tokens."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of weights and data order."""
 
-    tokens: int = 0
+    tokens: int = 64 * 4096
     """Token budget of every cell."""
 
-    step_tokens: int = 0
+    step_tokens: int = 4096
     """Tokens per optimizer step."""
 
-    lrs: tuple[float, ...] = ()
+    lrs: tuple[float, ...] = (3e-3, 6e-3)
     """Learning rates of the sweep."""
 
     test: int = 32768
@@ -69,7 +69,7 @@ class StudyOptions:
     merge: tuple[Path, ...] = ()
     """Folders of other parts, whose finished cells are taken over first."""
 
-    processes: int = 1
+    processes: int = 2
     """Cells at once."""
 
     threads: int = 1

@@ -62,10 +62,9 @@ def measure(cell: Cell, folder: Path) -> dict[str, Any]:
 def check_finite(cell: Cell, folder: Path) -> None:
     """
     Raises:
-        RuntimeError: a logged loss is not finite.
+        RuntimeError: a logged loss is not finite, which is written as null.
     """
     for record in read_lines(folder / "metrics.jsonl"):
-        # what is not finite is written as null
         if record.get("loss_metrics/global_avg_loss", 0.0) is None:
             raise RuntimeError(
                 f"expected finite losses; that of step {record['step']} is not, at the learning rate {cell.lr:g}. Leave that "

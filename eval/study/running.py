@@ -11,53 +11,37 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from eval.results import finished, machine
+from eval.results import Record, finished, machine
 
 
 class Named(Protocol):
-    """A cell of any study, picklable: everything that its numbers follow from."""
+    """A cell of any study, picklable, with all that its numbers follow from; different ones have different names."""
 
     @property
-    def record(self) -> dict[str, Any]:
-        """The cell as JSON gives it back."""
+    def record(self) -> Record: ...
 
     @property
-    def name(self) -> str:
-        """Of its folder, different for different cells."""
+    def name(self) -> str: ...
+
+
+# from a cell and its folder to its numbers. What a killed run continues from is in the folder's `checkpoint`, which is removed
+# at the end. A function of a module: the processes import it
+Measure = Callable[[Any, Path], Record]
 
 
 def run_cells(
-    cells: Sequence[Named],
-    measure: Callable[[Any, Path], dict[str, Any]],
-    out: Path,
-    processes: int,
-    threads: int,
-    title: str,
-) -> list[dict[str, Any]]:
+    cells: Sequence[Named], measure: Measure, out: Path, processes: int, threads: int, title: str,
+) -> list[Record]:
     """
-    The results of the cells, in their order; those that are in `out` are read, the others run.
-
-    Args:
-        cells (Sequence[Named]):
-            The cells.
-        measure (Callable):
-            A function of a module, from a cell and its folder to its numbers. What a killed run continues from is in
-            `folder / "checkpoint"`, which is removed at the end.
-        out (Path):
-            Folder of the study.
-        processes, threads (int):
-            Cells that run at once, and the CPU threads of each.
-        title (str):
-            What the progress bar says.
+    The results of the cells, in their order; those that are in `out` are read, the others run, so many at once.
 
     Raises:
         RuntimeError: a cell failed; the message has the end of its log.
@@ -87,36 +71,42 @@ def result_file(cell: Named, out: Path) -> Path:
     return out / "cells" / cell.name / "result.json"
 
 
-def results_of(cells: Sequence[Named], out: Path) -> list[dict[str, Any]]:
+def results_of(cells: Sequence[Named], out: Path) -> list[Record]:
     """The results of those cells that are finished."""
     return [json.loads(file.read_text()) for cell in cells if (file := result_file(cell, out)).is_file()]
 
 
-def run_cell(cell: Named, measure: Callable[[Any, Path], dict[str, Any]], out: Path, load: dict[str, int]) -> None:
-    """Measures a cell in this process, and writes `result.json`; finished cells are left alone."""
+def run_cell(cell: Named, measure: Measure, out: Path, load: dict[str, int]) -> None:
+    """
+    What a process does: measures a cell and writes `result.json`; a finished cell is left alone. All that is printed goes to
+    the cell's `log.txt`.
+
+    Raises:
+        RuntimeError: the cell failed; the message has the end of its log.
+    """
     end_with_parent()
     file = result_file(cell, out).absolute()
     folder = file.parent
     folder.mkdir(parents=True, exist_ok=True)
-
-    def numbers() -> dict[str, Any]:
-        with redirected(folder / "log.txt"):
-            return {"name": cell.name, "cell": cell.record, **measure(cell, folder), "machine": {**machine(), **load}}
-
-    # another process may run the same cell
-    with (folder / "lock").open("w") as lock:
+    with (folder / "lock").open("w") as lock, (folder / "log.txt").open("a") as log:
+        # another study may run the same cell
         fcntl.flock(lock, fcntl.LOCK_EX)
-        finished(file, numbers, indent=1)
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+        try:
+            finished(file, lambda: {
+                "name": cell.name, "cell": cell.record, **measure(cell, folder), "machine": {**machine(), **load}}, indent=1)
+        # torchtitan's parser ends the process
+        except (Exception, SystemExit) as error:
+            sys.stdout.flush()
+            raise RuntimeError(f"{cell.name} failed: {error!r}\n{(folder / 'log.txt').read_text()[-3000:]}") from error
         # an exported model stays
         shutil.rmtree(folder / "checkpoint", ignore_errors=True)
 
 
 def merge(sources: Sequence[Path], out: Path) -> int:
     """
-    Takes the finished cells of other folders over.
-
-    Returns:
-        How many were new.
+    Copies the finished cells of other folders, and returns how many were new.
 
     Raises:
         FileNotFoundError: a source is no folder of a study.
@@ -139,34 +129,12 @@ def merge(sources: Sequence[Path], out: Path) -> int:
 
 def end_with_parent() -> None:
     """Ends this process with the one that started it: what a killed study left running would meet its successor."""
+    # of a forkserver's children the process that asked for them, not the server, which outlives it
     parent = parent_process()
 
     def watch() -> None:
-        # of a forkserver's children the process that asked for them, not the server, which outlives it
         if parent is not None:
             parent.join()
             os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-@contextmanager
-def redirected(file: Path) -> Iterator[None]:
-    """Sends what this process prints to a file. An error has the end of it in its message."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with file.open("a") as log:
-        kept = os.dup(1), os.dup(2)
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        try:
-            yield
-        # torchtitan's parser ends the process
-        except (Exception, SystemExit) as error:
-            raise RuntimeError(f"{file.parent.name} failed: {error!r}\n{file.read_text()[-3000:]}") from error
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            for copy, stream in zip(kept, (1, 2), strict=True):
-                os.dup2(copy, stream)
-                os.close(copy)

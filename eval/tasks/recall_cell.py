@@ -111,15 +111,8 @@ def measure(cell: RecallCell, folder: Path) -> dict[str, Any]:
 
 def train(cell: RecallCell, model: nn.Module, file: Path) -> float:
     """
-    AdamW with a warm-up over a tenth of the steps, then a cosine to zero; gradients are clipped at 1, matrices alone decay.
-
-    Args:
-        cell (RecallCell):
-            What to train on.
-        model (nn.Module):
-            The initial model; it is changed in place.
-        file (Path):
-            The checkpoint to continue from where there is one, and to write.
+    Trains a model in place, from the checkpoint in `file` if there is one: AdamW with a warm-up over a tenth of the steps,
+    then a cosine to zero; gradients are clipped at 1, matrices alone decay.
 
     Returns:
         Tokens per second of this process: the median of its steps.
@@ -153,10 +146,10 @@ def train(cell: RecallCell, model: nn.Module, file: Path) -> float:
         schedule.step()
         optimizer.zero_grad()
         # `item` waits for the device
-        text = f"step {step + 1} of {cell.steps}, loss {loss.item():.3f}"
+        value = loss.item()
         seconds.append(time.perf_counter() - start)
         if (step + 1) % max(1, cell.steps // 20) == 0:
-            print(text, flush=True)
+            print(f"step {step + 1} of {cell.steps}, loss {value:.3f}", flush=True)
         if time.monotonic() - saved > _SECONDS_BETWEEN_CHECKPOINTS:
             with draft_of(file) as draft:
                 torch.save({"step": step + 1, **{name: part.state_dict() for name, part in parts.items()}}, draft)

@@ -19,15 +19,7 @@ DIGITS = 10
 
 
 class Batch(NamedTuple):
-    """
-    Sequences and what is asked of them.
-
-    Args:
-        tokens (np.ndarray):
-            Inputs of shape `[B, T]`, int64.
-        targets (np.ndarray):
-            Of the same shape: the token that comes after an input where a query asks for it, else `IGNORED`.
-    """
+    """Inputs `[B, T]`, int64, and targets of that shape: the next token where a query asks for it, else `IGNORED`."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -35,35 +27,22 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Size:
-    """
-    How hard a task is.
-
-    Args:
-        length (int):
-            Tokens of a sequence.
-        load (int):
-            What has to be held: MQAR's pairs; for a passkey the tokens between the number and the question, or
-            `Passkey.ANYWHERE`.
-    """
+    """How hard a task is."""
 
     length: int
+    """Tokens of a sequence."""
     load: int
+    """What has to be held: MQAR's pairs; a passkey's tokens between number and question, or `Passkey.ANYWHERE`."""
 
 
 @dataclass(frozen=True)
 class MQAR:
-    """
-    Multi-query associative recall.
-
-    Args:
-        vocab_size (int):
-            Tokens in all: an eighth is filler, the rest are keys and values in equal parts.
-        power (float):
-            A query is `i` tokens after the pairs with a weight of `i ** (power - 1)`. Default: 0.01.
-    """
+    """Multi-query associative recall."""
 
     vocab_size: int
+    """Tokens in all: an eighth is filler, the rest are keys and values in equal parts."""
     power: float = 0.01
+    """A query is `i` tokens after the pairs with a weight of `i ** (power - 1)`."""
 
     name: ClassVar[str] = "mqar"
 
@@ -92,8 +71,7 @@ class MQAR:
         return 1 / size.load
 
     def batch(self, size: Size, rows: int, seed: Sequence[int]) -> Batch:
-        """Draws sequences."""
-        self.check(size)
+        """Draws sequences of a size that passes `check`."""
         rng = np.random.default_rng(list(seed))
         pairs, room = size.load, size.length - 2 * size.load
         keys, values = (_distinct(rng, np.zeros(self.num_keys), rows, pairs) for _ in range(2))
@@ -115,21 +93,13 @@ class MQAR:
 
 @dataclass(frozen=True)
 class Passkey:
-    """
-    A number of some digits in filler.
-
-    Args:
-        vocab_size (int):
-            Tokens in all: the ten digits, a mark before the number, a question mark, and filler.
-        digits (int):
-            Of the number. Default: 3.
-        noise (float):
-            Share of the filler that is digits, which no mark is before. Default: 0.1.
-    """
+    """A number of some digits in filler."""
 
     vocab_size: int
+    """Tokens in all: the ten digits, a mark before the number, a question mark, and filler."""
     digits: int = 3
     noise: float = 0.1
+    """Share of the filler that is digits, which no mark is before."""
 
     name: ClassVar[str] = "passkey"
     ANYWHERE: ClassVar[int] = -1
@@ -159,8 +129,7 @@ class Passkey:
         return float(DIGITS) ** -self.digits
 
     def batch(self, size: Size, rows: int, seed: Sequence[int]) -> Batch:
-        """Draws sequences; a load of `ANYWHERE` draws every distance of the length alike."""
-        self.check(size)
+        """Draws sequences of a size that passes `check`; `ANYWHERE` draws every distance of the length alike."""
         rng = np.random.default_rng(list(seed))
         tokens = rng.integers(self.QUESTION + 1, self.vocab_size, size=(rows, size.length))
         tokens = np.where(rng.random(tokens.shape) < self.noise, rng.integers(DIGITS, size=tokens.shape), tokens)

@@ -2,12 +2,13 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from eval.results import write
 from eval.study.cells import Cell, Model, Text, check_cells
-from eval.study.running import merge, redirected
+from eval.study.running import merge, run_cells
 
 TEXT = Text("text", "a.txt", "0" * 64, "bytes", ".", 64, 32)
 CELL = Cell(Model("harmonic/debug", "harmonic", "debug"), TEXT, "titan_configs/harmonic_debug.toml", "0", seq_len=256,
@@ -66,11 +67,14 @@ def test_merge_takes_finished_cells_and_replaces_none(tmp_path: Path) -> None:
         merge([tmp_path / "nowhere"], out)
 
 
-def fail() -> None:
+def fail(cell: Cell, folder: Path) -> dict[str, Any]:
     os.write(1, b"the reason\n")
     raise SystemExit(2)
 
 
+@pytest.mark.processes
 def test_failed_cell_says_what_its_log_said(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)failed: SystemExit.*the reason"), redirected(tmp_path / "log.txt"):
-        fail()
+    with pytest.raises(RuntimeError, match=r"(?s)failed: SystemExit.*the reason"):
+        run_cells([CELL], fail, tmp_path, 1, 1, "failing")
+    assert (tmp_path / "cells" / CELL.name / "log.txt").read_text() == "the reason\n"
+    assert not list(tmp_path.glob("cells/*/result.json"))
