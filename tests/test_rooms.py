@@ -23,8 +23,8 @@ ARROWS = {
     "hallamonic": {"ops", "modules", "layers", "models"},
     "package": {"version", "layers", "models", "hallamonic"},
     "text": set(),
-    # one file of the components, which says what a whole checkpoint is
-    "titan.patches": {"titan.components"},
+    # of the components, what a whole checkpoint is and how a batch is audited
+    "titan.patches": {"titan.base", "titan.components"},
     "titan.base": BELOW_TITAN,
     "titan.components": {*BELOW_TITAN, "titan.base"},
     "titan.distributed": {*BELOW_TITAN, "titan.base", "titan.components"},

@@ -85,6 +85,15 @@ class Hallamonic:
 
 
 @dataclass
+class Audit:
+    interval: int = 1000
+    """
+    The loss is audited at step 1, at each multiple of this many steps and in each validation: its batch runs again with other
+    tokens behind a split, and the loss before the split must stay. An audit costs two steps. 0 is off
+    """
+
+
+@dataclass
 class JobConfig:
     """
     Extension of torchtitan's JobConfig, which merges these sections into its own.
@@ -98,6 +107,9 @@ class JobConfig:
 
     hallamonic: Hallamonic = field(default_factory=Hallamonic)
     """Training of converted models"""
+
+    audit: Audit = field(default_factory=Audit)
+    """Whether the losses that are logged read the future"""
 
 
 def data_section(job_config: Any) -> Data:
@@ -119,6 +131,12 @@ def hallamonic_section(job_config: Any) -> Hallamonic:
     """The `[hallamonic]` section of a job configuration, or its defaults where the job has no such section."""
     section = getattr(job_config, "hallamonic", None)
     return Hallamonic() if section is None else section
+
+
+def audit_section(job_config: Any) -> Audit:
+    """The `[audit]` section of a job configuration; without one nothing is audited."""
+    section = getattr(job_config, "audit", None)
+    return Audit(interval=0) if section is None else section
 
 
 def config_overrides(job_config: Any) -> dict[str, Any]:

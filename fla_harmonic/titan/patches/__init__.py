@@ -35,5 +35,7 @@ def apply() -> None:
     install_cpu_shim()
     from fla_harmonic.titan.patches.checkpoint import install_checkpoint_hooks
     from fla_harmonic.titan.patches.peak_flops import install_peak_flops
+    from fla_harmonic.titan.patches.training_audit import install_training_audit
     install_peak_flops()
     install_checkpoint_hooks()
+    install_training_audit()
