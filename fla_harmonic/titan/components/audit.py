@@ -60,7 +60,7 @@ def audit_batch(loss_of: Loss, inputs: Inputs, labels: torch.Tensor, vocab_size:
                 f"{change.item():.2e} on this rank) with the tokens behind it, in other documents or in other rows. The model "
                 "reads the future, or computes no numbers. Remedy: correct it; audit.interval = 0 trains without asking"
             )
-    return f"{len(splits)} rows, splits {min(splits)} to {max(splits)} of {labels.shape[1]}, largest change {change.item():.1e}"
+    return f"{len(splits)} rows, splits {min(splits)} to {max(splits)} of {labels.shape[1]}, change {change.item():.1e}"
 
 
 def replaced(
