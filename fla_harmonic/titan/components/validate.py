@@ -22,8 +22,9 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from fla_harmonic.text import ByteTokenizer, TextTokenizer, TokenSplit, evaluation_batches, load_split
+from fla_harmonic.titan.components.audit import audit_batch
 from fla_harmonic.titan.components.dataloader import check_vocabulary
-from fla_harmonic.titan.config import data_section, loss_in_model
+from fla_harmonic.titan.config import audit_section, data_section, loss_in_model
 
 # what `[validation] dataset` is where the job leaves it out; no dataset of ours has this name
 _STOCK_DATASET = "c4_validation"
@@ -105,7 +106,7 @@ class SplitValidator(BaseValidator):
         tokens_since, last_log, began = processor.ntokens_since_last_log, processor.time_last_log, time.perf_counter()
         for model in model_parts:
             model.eval()
-        nll, targets, tokens = self._score(model_parts[0])
+        nll, targets, tokens = self._score(model_parts[0], step)
         for model in model_parts:
             model.train()
         if targets != self.targets:
@@ -123,7 +124,7 @@ class SplitValidator(BaseValidator):
         processor.ntokens_since_last_log = tokens_since
         processor.time_last_log = last_log + time.perf_counter() - began
 
-    def _score(self, model: nn.Module) -> tuple[float, int, int]:
+    def _score(self, model: nn.Module, step: int) -> tuple[float, int, int]:
         """Summed loss and labels over all ranks, and the tokens that this rank has read."""
         config, dims, device = self.job_config.validation, self.parallel_dims, utils.device_type
         batches = evaluation_batches(
@@ -132,27 +133,16 @@ class SplitValidator(BaseValidator):
         )
         nll = torch.zeros((), dtype=torch.float64, device=device)
         targets, tokens = torch.zeros((), dtype=torch.int64, device=device), 0
-        for inputs, labels in islice(batches, config.steps if config.steps > 0 else None):
-            extra = {name: value.to(device) for name, value in inputs.items()}
-            x, labels = extra.pop("input"), labels.to(device)
-            if loss_in_model(self.job_config):
-                extra["labels"] = labels
-            if dims.cp_enabled:
-                # as the trainer does: each rank gets its piece of input and labels
-                x, labels, _ = prepare_context_parallel_input(
-                    x, labels, {}, dims.get_mesh("cp"), x.device,
-                    self.job_config.parallelism.context_parallel_load_balancer,
-                )
+        for number, (inputs, labels) in enumerate(islice(batches, config.steps if config.steps > 0 else None)):
+            inputs, labels = {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
+            if audit_section(self.job_config).interval and number == 0:
+                tried = audit_batch(
+                    lambda inputs, labels: self._loss(model, inputs, labels)[0], inputs, labels,
+                    int(self.split.tokens.max()) + 1, (step, self.dp_rank), f"the validation at step {step}")
+                logger.info(f"audit of the validation at step {step}: causal; {tried}")
+            loss, labels = self._loss(model, inputs, labels)
+            nll += loss
             tokens += labels.numel()
-            with self.validation_context():
-                if self.pp_schedule is None:
-                    with self.maybe_enable_amp:
-                        losses = [self.loss_fn(model(x, **extra), labels)]
-                else:
-                    # of the microbatches, on the rank that has the last stage
-                    losses = self._run_pipeline(x, labels, extra)
-            for loss in losses:
-                nll += (loss.full_tensor() if isinstance(loss, DTensor) else loss).double()
             if self.is_last_stage:
                 targets += (labels != IGNORE_INDEX).sum()
         mesh = dims.get_optional_mesh("loss") if dims.dp_cp_enabled else None
@@ -162,6 +152,30 @@ class SplitValidator(BaseValidator):
             stages = dims.get_mesh("pp")
             sums = [dist_utils.dist_sum(torch.tensor(total, dtype=torch.float64, device=device), stages) for total in sums]
         return sums[0], int(sums[1]), tokens
+
+    def _loss(
+        self, model: nn.Module, inputs: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Summed loss of a batch on this rank, float64, and the labels that it has of it."""
+        dims, extra = self.parallel_dims, dict(inputs)
+        x = extra.pop("input")
+        if loss_in_model(self.job_config):
+            extra["labels"] = labels
+        if dims.cp_enabled:
+            # as the trainer does: each rank gets its piece of input and labels
+            x, labels, _ = prepare_context_parallel_input(
+                x, labels, {}, dims.get_mesh("cp"), x.device, self.job_config.parallelism.context_parallel_load_balancer)
+        with self.validation_context():
+            if self.pp_schedule is None:
+                with self.maybe_enable_amp:
+                    losses = [self.loss_fn(model(x, **extra), labels)]
+            else:
+                # of the microbatches, on the rank that has the last stage
+                losses = self._run_pipeline(x, labels, extra)
+        total = torch.zeros((), dtype=torch.float64, device=x.device)
+        for loss in losses:
+            total += (loss.full_tensor() if isinstance(loss, DTensor) else loss).double()
+        return total, labels
 
     def _run_pipeline(self, x: torch.Tensor, labels: torch.Tensor, extra: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         schedule: Any = self.pp_schedule
