@@ -4,11 +4,11 @@ What the ranks of a job send one another: by design, and as counted.
     python -m benchmarks.communication
 
 trains `titan_configs/harmonic_debug.toml`, made small, in several layouts on gloo, and counts every collective of one step
-with torch's profiler, which sees what reaches a process group: of FSDP, of DDP's reducer, of DTensor, of our scans, of the
-pipeline. Beside it stands what the model's shapes say. A step in the middle of a run is counted: the first ones negotiate
-shapes and buckets. A difference ends the command with an error.
+with torch's profiler, which sees everything that reaches a process group: FSDP, DDP's reducer, DTensor, our scans, the
+pipeline. Beside it stands what the model's shapes say; a difference is an error. The step is in the middle of a run: the
+first ones negotiate shapes and buckets.
 
-Bytes of a collective are those of its larger side: of what all ranks together gather, scatter or sum up.
+Bytes of a collective are those of its larger side: what all ranks together gather, scatter or sum.
 """
 
 import json
@@ -24,10 +24,11 @@ import torch
 import tyro
 from torch import nn
 
-from benchmarks.parallel import GLOBAL_BATCH, SEQ_LEN, Layout, launch
+from benchmarks.parallel import GLOBAL_BATCH, SEQ_LEN, Layout, launch, trainers
+from eval.tables import markdown
 from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
 
-# the step that is counted; by then shapes are known, buckets are built and FSDP has set up
+# by then shapes are known, buckets are built and FSDP has set up
 COUNTED_STEP = 3
 SEGMENTS = 4
 _SEGMENTS = (f"--harmonic.segment_len={SEQ_LEN // SEGMENTS}",)
@@ -57,6 +58,9 @@ _KINDS = {
     "c10d::send": ("send", 0),
     "c10d::recv_": ("receive", 0),
 }
+# fields of a config that the formulas take to have their defaults
+DEFAULT_PARTS = ("gate_ratio", "gate_rank", "attn", "use_short_conv", "tie_word_embeddings", "use_prediction_error",
+                 "use_output_gate", "use_output_proj", "gated_mlp")
 # what a rank sends of the bytes, by a ring of n ranks
 _SENT = {
     "all-gather": lambda n: (n - 1) / n,
@@ -113,14 +117,12 @@ class Shapes:
         Raises:
             ValueError: the formulas do not hold for the model.
         """
-        odd = {name: value for name in ("gate_ratio", "gate_rank", "attn") if (value := getattr(config, name)) is not None}
-        odd |= {name: True for name in ("use_short_conv", "tie_word_embeddings") if getattr(config, name)}
-        odd |= {name: False for name in ("use_prediction_error", "use_output_gate", "use_output_proj", "gated_mlp")
-                if not getattr(config, name)}
+        default = HarmonicConfig()
+        odd = {name: value for name in DEFAULT_PARTS if (value := getattr(config, name)) != getattr(default, name)}
         if odd:
             raise ValueError(
-                f"expected the stack of blocks with its default parts, for which the formulas are, but got {odd}. "
-                "Remedy: the defaults of HarmonicConfig")
+                f"expected a stack of blocks with HarmonicConfig's default parts, for which the formulas are; got {odd}. "
+                "Leave these out.")
         with torch.device("meta"):
             model: Any = HarmonicForCausalLM(config)
         block = model.model.layers[0]
@@ -133,33 +135,28 @@ class Shapes:
     @property
     def parameters(self) -> int:
         """Numbers in all parameters."""
-        return _numbers(self.embeddings) + self.blocks * _numbers(self.block) + _numbers(self.head)
-
-    @property
-    def tensors(self) -> int:
-        """Number of parameters, as tensors."""
-        return len(self.embeddings) + self.blocks * len(self.block) + len(self.head)
+        return numbers_in(self.embeddings) + self.blocks * numbers_in(self.block) + numbers_in(self.head)
 
 
 def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(p.shape) for p in module.parameters())
 
 
-def _numbers(shapes: Iterable[tuple[int, ...]], shards: int = 1) -> int:
-    """Numbers in the parameters, each padded along its first dimension to as many equal shards."""
+def numbers_in(shapes: Iterable[tuple[int, ...]], shards: int = 1) -> int:
+    """Numbers in the parameters, each padded along its first dimension to equal shards."""
     return sum(shards * -(-shape[0] // shards) * torch.Size(shape[1:]).numel() for shape in shapes)
 
 
 @dataclass(frozen=True)
 class Job:
     """
-    A layout, and what else of a job its communication depends on.
+    A layout, and what else the communication of a job depends on.
 
     Args:
         layout (Layout):
             Degrees.
         rows, tokens (int):
-            What a rank reads at a time: rows, and tokens of each; under TP and CP those of the whole group.
+            What a rank reads at a time: rows, and tokens of each; under TP and CP of its whole group.
         segments (int):
             Segments of a sequence. Default: 1.
         keeps (bool):
@@ -191,39 +188,35 @@ def designed(job: Job, shapes: Shapes) -> list[Call]:
     layout = job.layout
     kinds = [layout.fsdp * layout.context * layout.replicas > 1, layout.tensor > 1, layout.pipeline > 1]
     if sum(kinds) > 1:
-        raise ValueError(f"expected data and context, tensor, or pipeline parallelism alone, but got {layout}")
-    calls = [*_sharded(job, shapes), *_replicated(job, shapes), *_context(job, shapes), *_tensor(job, shapes),
-             *_pipeline(job, shapes)]
-    # a batch after another, each with its own
-    calls = [call._replace(calls=call.calls * layout.accumulation) for call in calls]
+        raise ValueError(f"expected data and context, tensor, or pipeline parallelism alone; got {layout}")
+    parts = (_data_parallel, _context, _tensor, _pipeline)
+    # accumulated batches communicate each by itself
+    calls = [call._replace(calls=call.calls * layout.accumulation) for part in parts for call in part(job, shapes)]
     return [call for call in (*calls, *_bookkeeping(job, shapes)) if call.calls]
 
 
-def _sharded(job: Job, shapes: Shapes) -> Iterator[Call]:
-    """FSDP, HSDP, and the parameters under context parallelism."""
-    shards, segments = job.layout.fsdp * job.layout.context, job.segments
+def _data_parallel(job: Job, shapes: Shapes) -> Iterator[Call]:
+    """DDP, FSDP, HSDP, and the parameters under context parallelism."""
+    shards, replicas, segments = job.layout.fsdp * job.layout.context, job.layout.replicas, job.segments
     if shards == 1:
+        if replicas > 1:
+            # they fit in one of torchtitan's buckets of 100 MB
+            yield Call("all-reduce", shapes.parameters * job.reduce, replicas, 1, "gradients")
         return
-    # a block's parameters go after each use, of which the last two are one: computed anew, and its backward pass. The head
+    # a block's parameters are freed after each use: the forward pass, and recomputation with its backward pass. The head
     # stays for the backward pass that follows at once. The table is not freed between backward passes: it has no input
-    # whose gradient would say that it is done
+    # whose gradient would tell that it is done
     groups = (
         ("table", shapes.embeddings, 1, 1 if job.keeps else segments + 1),
         ("blocks", shapes.block, shapes.blocks, segments if job.keeps else 2 * segments),
         ("head", shapes.head, 1, segments),
     )
     for name, parameters, count, gathered in groups:
-        numbers = _numbers(parameters, shards)
+        numbers = numbers_in(parameters, shards)
         yield Call("all-gather", numbers * job.param, shards, count * gathered, f"parameters: {name}")
         yield Call("reduce-scatter", numbers * job.reduce, shards, count, f"gradients: {name}")
-        if job.layout.replicas > 1:
-            yield Call("all-reduce", numbers // shards * job.reduce, job.layout.replicas, count, f"replicas: {name}")
-
-
-def _replicated(job: Job, shapes: Shapes) -> Iterator[Call]:
-    """DDP, whose gradients fit in one of torchtitan's buckets of 100 MB."""
-    if job.layout.replicas > 1 and job.layout.fsdp * job.layout.context == 1:
-        yield Call("all-reduce", shapes.parameters * job.reduce, job.layout.replicas, 1, "gradients")
+        if replicas > 1:
+            yield Call("all-reduce", numbers // shards * job.reduce, replicas, count, f"replicas: {name}")
 
 
 def _context(job: Job, shapes: Shapes) -> Iterator[Call]:
@@ -241,8 +234,8 @@ def _tensor(job: Job, shapes: Shapes) -> Iterator[Call]:
     if ranks == 1:
         return
     tokens = job.rows * job.tokens
-    # what reads whole tokens (levels, output gate, MLP; the head) gathers; what writes them (two projections; the table)
-    # scatters; and the other way round in the backward pass
+    # what reads whole tokens (levels, output gate, MLP; the head) gathers, what writes them (two projections; the table)
+    # scatters, and the other way round in the backward pass
     gathered, scattered = blocks * (levels + 2) + 1, blocks * 2 + 1
     size = tokens * shapes.hidden * job.activation
     yield Call("all-gather", size, ranks, gathered + scattered, "tokens")
@@ -264,13 +257,14 @@ def _pipeline(job: Job, shapes: Shapes) -> Iterator[Call]:
 
 
 def _bookkeeping(job: Job, shapes: Shapes) -> Iterator[Call]:
-    """A few numbers a step, however large the model and the batch."""
+    """A few numbers per step, however large the model and the batch."""
     layout = job.layout
     data, shards = layout.fsdp * layout.replicas, layout.fsdp * layout.context
+    tensors = len(shapes.embeddings) + shapes.blocks * len(shapes.block) + len(shapes.head)
     if data > 1:
         yield Call("all-reduce", 8, data, 1, "number of labels")
     if (ranks := shards * layout.tensor) > 1:
-        yield Call("all-reduce", 4 * shapes.tensors, ranks, 1, "gradient norms")
+        yield Call("all-reduce", 4 * tensors, ranks, 1, "gradient norms")
     if layout.pipeline > 1:
         yield Call("all-reduce", 4, layout.pipeline, 1, "gradient norm over stages")
     if job.logged:
@@ -289,11 +283,16 @@ def job_of(layout: Layout) -> Job:
 
 
 def on_gloo(calls: Iterable[Call]) -> Counter[tuple[str, int]]:
-    """Calls by kind and bytes as gloo runs them: DTensor has no all-to-all there, but gathers all and keeps a part."""
+    """Calls by kind and bytes as gloo runs them."""
     counted: Counter[tuple[str, int]] = Counter()
     for call in calls:
-        counted["all-gather" if call.kind == "all-to-all" else call.kind, call.bytes] += call.calls
+        counted[_gloo_kind(call), call.bytes] += call.calls
     return counted
+
+
+def _gloo_kind(call: Call) -> str:
+    # DTensor has no all-to-all there: it gathers all and keeps a part
+    return "all-gather" if call.kind == "all-to-all" else call.kind
 
 
 def traced(events: Iterable[Any]) -> Counter[tuple[str, int]]:
@@ -329,74 +328,54 @@ def run(layouts: Iterable[Layout], out: Path) -> dict[str, Counter[tuple[str, in
     """
     layouts = list(layouts)
     launch(layouts, COUNTED_STEP, out, "benchmarks.communication")
-    return {layout.name: _read(out / layout.name / "calls.json") for layout in layouts}
-
-
-def _read(file: Path) -> Counter[tuple[str, int]]:
-    return Counter({(kind, size): calls for kind, size, calls in json.loads(file.read_text())})
+    return {
+        layout.name: Counter({
+            (kind, size): calls for kind, size, calls in json.loads((out / layout.name / "calls.json").read_text())})
+        for layout in layouts}
 
 
 def work(jobs: Path) -> None:
     """One rank of a launch: train every job, and write down the calls of its last step."""
-    import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
-    from torchtitan.config import ConfigManager
-    from torchtitan.tools.logging import init_logger
-    from torchtitan.train import Trainer
 
-    init_logger()
-    for arguments in json.loads(jobs.read_text()):
-        config = ConfigManager().parse_args(arguments)
-        trainer = Trainer(config)
+    for trainer in trainers(jobs):
         batches = trainer.batch_generator(trainer.dataloader)
-        while trainer.step < config.training.steps - 1:
+        while trainer.should_continue_training():
             trainer.step += 1
-            trainer.train_step(batches)
-        trainer.step += 1
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
-            trainer.train_step(batches)
-        if dist.get_rank() == 0:
+            with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
+                trainer.train_step(batches)
+        if torch.distributed.get_rank() == 0:
             calls = traced(trace.profiler.kineto_results.experimental_event_tree())
             rows = [(kind, size, number) for (kind, size), number in calls.items()]
-            (Path(config.job.dump_folder) / "calls.json").write_text(json.dumps(rows))
-        trainer.close()
-        dist.barrier()
-    dist.destroy_process_group()
+            (Path(trainer.job_config.job.dump_folder) / "calls.json").write_text(json.dumps(rows))
 
 
 def table(counted: dict[str, Counter[tuple[str, int]]], shapes: Shapes) -> str:
     """Designed beside counted calls, by kind, in Markdown."""
-    lines = ["| layout | collective | calls, designed | counted | bytes, designed | counted | sent a token, bytes |",
-             "|---|---|---|---|---|---|---|"]
-    for layout in LAYOUTS:
-        if layout.name not in counted:
-            continue
+    rows = []
+    for layout in (layout for layout in LAYOUTS if layout.name in counted):
         job = job_of(layout)
         calls = designed(job, shapes)
         tokens = job.rows * job.tokens * layout.accumulation // layout.context // layout.tensor
-        by_design, by_count = on_gloo(calls), counted[layout.name]
-        for kind in dict.fromkeys(kind for kind, _ in (*by_design, *by_count)):
-            numbers = [
-                (sum(n for (k, _), n in counts.items() if k == kind), sum(n * b for (k, b), n in counts.items() if k == kind))
-                for counts in (by_design, by_count)
-            ]
-            (calls_designed, bytes_designed), (calls_counted, bytes_counted) = numbers
-            sent = sum(call.sent for call in calls if kind == ("all-gather" if call.kind == "all-to-all" else call.kind))
-            lines.append(f"| {layout.name} | {kind} | {calls_designed} | {calls_counted} | {bytes_designed:,} | "
-                         f"{bytes_counted:,} | {sent / tokens:,.0f} |")
-    return "\n".join(lines)
+        both = on_gloo(calls), counted[layout.name]
+        for kind in dict.fromkeys(kind for counts in both for kind, _ in counts):
+            numbers = [sum(n for (k, _), n in counts.items() if k == kind) for counts in both]
+            sizes = [f"{sum(n * size for (k, size), n in counts.items() if k == kind):,}" for counts in both]
+            sent = sum(call.sent for call in calls if _gloo_kind(call) == kind)
+            rows.append((layout.name, kind, *numbers, *sizes, f"{sent / tokens:,.0f}"))
+    return markdown((
+        "layout", "collective", "calls, designed", "counted", "bytes, designed", "counted", "sent a token, bytes"), rows)
 
 
 def differences(counted: dict[str, Counter[tuple[str, int]]], shapes: Shapes) -> list[str]:
     """Every kind and size of call whose number is not the designed one, in words."""
     wrong = []
-    for layout in LAYOUTS:
-        if layout.name in counted:
-            by_design, by_count = on_gloo(designed(job_of(layout), shapes)), counted[layout.name]
-            wrong += [
-                f"{layout.name}: {by_design[key]} calls of {key[0]} with {key[1]:,} bytes designed, {by_count[key]} counted"
-                for key in sorted(by_design.keys() | by_count.keys()) if by_design[key] != by_count[key]
-            ]
+    for layout in (layout for layout in LAYOUTS if layout.name in counted):
+        by_design, by_count = on_gloo(designed(job_of(layout), shapes)), counted[layout.name]
+        wrong += [
+            f"{layout.name}: {by_design[key]} calls of {key[0]} with {key[1]:,} bytes designed, {by_count[key]} counted"
+            for key in sorted(by_design.keys() | by_count.keys()) if by_design[key] != by_count[key]
+        ]
     return wrong
 
 

@@ -2,15 +2,15 @@
 What the Triton kernels cost by their compiled code, without a GPU: `python -m benchmarks.kernels`.
 
 Each kernel is compiled to machine code for the named architectures; registers, spills and shared memory are the
-assembler's own count. Bytes an element (a token's channel) are counted by design, and the time is those bytes over the
-given bandwidth: a bound, not a measurement. Chunk summaries (8 bytes a channel and chunk) are left out of the bytes. A
+assembler's own count. Bytes per element (a token's channel) are counted by design, and the time is those bytes over the
+given bandwidth: a bound, not a measurement. Chunk summaries (8 bytes per channel and chunk) are left out of the bytes. A
 forward pass is the first two kernels (or the recurrent one), a backward pass the next two; `carry_kernel` is in both.
 """
 
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import triton
@@ -18,6 +18,7 @@ import tyro
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from eval.tables import markdown
 from fla_harmonic.ops.harmonic import triton_scan
 
 # pointer arguments by name: "T" has the dtype of the logits
@@ -70,25 +71,20 @@ def compile_kernel(name: str, arch: int, dtype: str, harmonic: bool = True) -> U
     Compiles a kernel to machine code of the architecture.
 
     Raises:
-        RuntimeError: if the assembler refuses the kernel or does not say what it uses.
+        RuntimeError: the assembler refuses the kernel or does not say what it uses.
     """
     kernel = getattr(triton_scan, name)
-    constants = dict(IS_HARMONIC=harmonic, HAS_MASK=False, CHUNK=triton_scan.CHUNK, TILE=triton_scan.TILE, BD=64)
+    # None: without a mask
+    constants: dict[str, int | None] = dict(
+        IS_HARMONIC=harmonic, HAS_MASK=False, kept=None, CHUNK=triton_scan.CHUNK, TILE=triton_scan.TILE, BD=64)
     if name == "carry_kernel":
         constants = dict(REVERSE=False, TILE=triton_scan.CHUNK_TILE, BD=32)
-    signature: dict[str, str] = {}
-    constexprs: dict[str, int | None] = {}
-    for argument in kernel.arg_names:
-        if argument in constants:
-            signature[argument], constexprs[argument] = "constexpr", constants[argument]
-        elif argument == "kept":
-            signature[argument], constexprs[argument] = "constexpr", None
-        elif argument in SCALARS:
-            signature[argument] = SCALARS[argument]
-        else:
-            pointed = POINTERS[argument]
-            signature[argument] = "*" + (dtype if pointed == "T" else pointed)
-    # what the launcher finds out from the arguments: aligned pointers and a D divisible by 16
+    constexprs = {argument: constants[argument] for argument in kernel.arg_names if argument in constants}
+    signature = {
+        argument: "constexpr" if argument in constants
+        else SCALARS.get(argument) or f"*{POINTERS[argument].replace('T', dtype)}"
+        for argument in kernel.arg_names}
+    # what the launcher finds in the arguments: aligned pointers and a D divisible by 16
     aligned = [["tt.divisibility", 16]]
     attrs = {(index,): aligned for index, argument in enumerate(kernel.arg_names)
              if signature[argument].startswith("*") or argument == "D"}
@@ -121,14 +117,14 @@ def main(options: Options) -> None:
     item = {"bf16": 2, "fp16": 2, "fp32": 4}[options.dtype]
     print(f"{options.dtype}, chunk {triton_scan.CHUNK}, tile {triton_scan.TILE} x 64, {triton_scan.NUM_WARPS} warps; "
           f"time at {options.bandwidth} TB/s for {options.size}: by design, not measured")
-    print(f"{'kernel':26}{'arch':>7}{'registers':>11}{'spilled B':>11}{'shared B':>10}{'B/element':>11}{'time, us':>10}")
+    rows = []
     for name, tensors in KERNELS.items():
         for arch in options.archs:
             usage = compile_kernel(name, arch, options.dtype)
             moved = tensors * item
             microseconds = B * T * D * moved / options.bandwidth / 1e6
-            print(f"{name:26}{f'sm_{arch}':>7}{usage.registers:>11}{usage.spilled_bytes:>11}{usage.shared_bytes:>10}"
-                  f"{moved:>11}{microseconds:>10.0f}")
+            rows.append((name, f"sm_{arch}", *astuple(usage), moved, f"{microseconds:.0f}"))
+    print(markdown(("kernel", "arch", "registers", "spilled B", "shared B", "B/element", "time, us"), rows))
 
 
 if __name__ == "__main__":

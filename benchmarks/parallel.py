@@ -3,10 +3,10 @@ Does every kind of parallelism train like one process?
 
     python -m benchmarks.parallel
 
-trains `titan_configs/harmonic_debug.toml`, made small, in each layout from the same initial weights on the same windows,
-on gloo, and prints a table: loss and gradient norm before clipping after the last step, and the largest relative
-difference to one process over all steps. Loss curves alone prove nothing: clipping hides a wrong size of the gradient, and
-a state lost at a shard's border moves the loss by less than a thousandth.
+trains `titan_configs/harmonic_debug.toml`, made small, in each layout from the same initial weights on the same windows, on
+gloo, and prints a table: loss and gradient norm before clipping after the last step, and the largest relative difference to
+one process over all steps. Loss curves alone prove nothing: clipping hides a wrong size of the gradient, and a state lost at
+a shard's border moves the loss by less than a thousandth.
 """
 
 import json
@@ -14,11 +14,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
+
+from eval.results import read_lines
+from eval.tables import markdown
+
+if TYPE_CHECKING:
+    from torchtitan.train import Trainer
 
 ROOT = Path(__file__).parents[1]
 LOSS, NORM = "loss_metrics/global_avg_loss", "grad_norm"
@@ -28,7 +35,7 @@ BOUND = 1e-6
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over processes: degrees of torchtitan's parallelism, and further overrides of the TOML."""
+    """How a model is spread over processes: degrees of torchtitan's parallelism, and more overrides of the TOML."""
 
     name: str
     fsdp: int = 1
@@ -90,7 +97,7 @@ class Row:
 
 def launch(layouts: Sequence[Layout], steps: int, out: Path, module: str = "benchmarks.parallel") -> None:
     """
-    Run `python -m MODULE work JOBS` on as many processes as the layouts need; those of as many share one launch.
+    Run `python -m MODULE work JOBS`, once for all layouts with the same number of processes.
 
     Raises:
         RuntimeError: a run failed.
@@ -117,7 +124,7 @@ def run(layouts: Iterable[Layout], steps: int, out: Path) -> list[Row]:
     """
     layouts = list(layouts)
     launch(layouts, steps, out)
-    curves = {layout.name: _read(out / layout.name) for layout in layouts}
+    curves = {layout.name: read_lines(out / layout.name / "metrics.jsonl") for layout in layouts}
     rows = []
     for layout in layouts:
         curve, reference = curves[layout.name], curves[layout.like]
@@ -130,24 +137,15 @@ def run(layouts: Iterable[Layout], steps: int, out: Path) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows in Markdown."""
-    lines = [
-        f"| layout | loss, step {rows[0].steps} | gradient norm | largest relative difference: loss | gradient norm |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row.layout.name} | {row.loss:.7f} | {row.norm:.7f} | {row.loss_difference:.1e} | {row.norm_difference:.1e} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
+    return markdown(
+        ("layout", f"loss, step {rows[0].steps}", "gradient norm", "largest relative difference: loss", "gradient norm"),
+        ((row.layout.name, f"{row.loss:.7f}", f"{row.norm:.7f}", f"{row.loss_difference:.1e}", f"{row.norm_difference:.1e}")
+         for row in rows))
 
 
-def _read(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def work(jobs: Path) -> None:
-    """One rank of a launch: train every job, one after another, in one process group."""
-    import torch
+def trainers(jobs: Path) -> Iterator["Trainer"]:
+    """torchtitan's trainers of the jobs of a launch, one after another, in one process group."""
+    import torch.distributed as dist
     from torchtitan.config import ConfigManager
     from torchtitan.tools.logging import init_logger
     from torchtitan.train import Trainer
@@ -155,13 +153,19 @@ def work(jobs: Path) -> None:
     init_logger()
     for arguments in json.loads(jobs.read_text()):
         trainer = Trainer(ConfigManager().parse_args(arguments))
+        yield trainer
+        trainer.close()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def work(jobs: Path) -> None:
+    """One rank of a launch: train every job."""
+    for trainer in trainers(jobs):
         batches = trainer.batch_generator(trainer.dataloader)
         while trainer.should_continue_training():
             trainer.step += 1
             trainer.train_step(batches)
-        trainer.close()
-        torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def main(steps: int = 20, out: Path | None = None) -> None:

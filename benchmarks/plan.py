@@ -3,20 +3,20 @@ What a model of a billion parameters needs at a million tokens on 8, 64 and 512 
 
     python -m benchmarks.plan
 
-Everything follows from the model's shapes, from `benchmarks.communication.designed`, whose formulas are checked against
-counted collectives, and from the assumptions that it prints.
+Everything follows from the model's shapes, the formulas of `benchmarks.communication`, which are checked against counted
+collectives, and the assumptions that it prints.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import tyro
-from torch import nn
 
 from benchmarks.architecture import saved_bytes
-from benchmarks.communication import Job, Shapes, designed
+from benchmarks.communication import Job, Shapes, designed, numbers_in
 from benchmarks.parallel import Layout
+from eval.tables import markdown
 from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
 
 TOKENS = 2**20
@@ -36,24 +36,24 @@ class Hardware:
     """Share of the memory that tensors may take; the rest is for the allocator's gaps, CUDA and NCCL."""
 
     flops: float = 989e12
-    """Dense bf16 operations a second."""
+    """Dense bf16 operations per second."""
 
     utilization: float = 0.4
-    """Share of them that is reached, the work that recomputation adds included."""
+    """Share of them that is reached, recomputation included."""
 
     node: int = 8
     """GPUs of a node."""
 
     inside: float = 450e9
-    """Bytes a second that a GPU sends within its node (NVLink)."""
+    """Bytes per second that a GPU sends within its node (NVLink)."""
 
     outside: float = 50e9
-    """Bytes a second that a GPU sends to other nodes (400 Gbit/s each)."""
+    """Bytes per second that a GPU sends to other nodes (400 Gbit/s each)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout and the options that go with it; a row of the batch a rank."""
+    """A layout and its options; each rank reads one row of the batch."""
 
     layout: Layout
     segment_len: int = 0
@@ -84,20 +84,18 @@ class Plan:
         return ", ".join(parts)
 
 
-def _segmented(layout: Layout, suggested: bool = False) -> Plan:
-    return Plan(layout, segment_len=32768, loss_chunk=8192, keeps=True, suggested=suggested)
-
-
+_SEGMENTED: dict[str, Any] = dict(segment_len=32768, loss_chunk=8192, keeps=True)
+_RECOMPUTED: dict[str, Any] = dict(loss_chunk=8192, recomputes=True)
 PLANS = (
-    Plan(Layout("FSDP 8", fsdp=8), loss_chunk=8192, recomputes=True),
-    _segmented(Layout("FSDP 8", fsdp=8), suggested=True),
-    Plan(Layout("CP 8", context=8), loss_chunk=8192, recomputes=True, suggested=True),
-    _segmented(Layout("FSDP 64", fsdp=64)),
-    _segmented(Layout("HSDP 8x8", replicas=8, fsdp=8), suggested=True),
-    Plan(Layout("FSDP 4 x CP 16", fsdp=4, context=16), loss_chunk=8192, recomputes=True, suggested=True),
-    _segmented(Layout("HSDP 64x8", replicas=64, fsdp=8)),
-    Plan(Layout("HSDP 8x4 x CP 16", replicas=8, fsdp=4, context=16), loss_chunk=8192, recomputes=True, suggested=True),
-    Plan(Layout("HSDP 8x2 x CP 32", replicas=8, fsdp=2, context=32), loss_chunk=8192, recomputes=True, suggested=True),
+    Plan(Layout("FSDP 8", fsdp=8), **_RECOMPUTED),
+    Plan(Layout("FSDP 8", fsdp=8), **_SEGMENTED, suggested=True),
+    Plan(Layout("CP 8", context=8), **_RECOMPUTED, suggested=True),
+    Plan(Layout("FSDP 64", fsdp=64), **_SEGMENTED),
+    Plan(Layout("HSDP 8x8", replicas=8, fsdp=8), **_SEGMENTED, suggested=True),
+    Plan(Layout("FSDP 4 x CP 16", fsdp=4, context=16), **_RECOMPUTED, suggested=True),
+    Plan(Layout("HSDP 64x8", replicas=64, fsdp=8), **_SEGMENTED),
+    Plan(Layout("HSDP 8x4 x CP 16", replicas=8, fsdp=4, context=16), **_RECOMPUTED, suggested=True),
+    Plan(Layout("HSDP 8x2 x CP 32", replicas=8, fsdp=2, context=32), **_RECOMPUTED, suggested=True),
 )
 
 _RANKS = 8
@@ -113,17 +111,17 @@ KINDS = (
 
 
 @dataclass(frozen=True)
-class Model:
+class Costs:
     """
     What the plans need of a model.
 
     Args:
         shapes (Shapes):
-            Of the parameters.
+            Shapes of the parameters.
         flops (int):
-            Operations of training on a token.
+            Training operations per token.
         saved (float):
-            Bytes a token that a block saves for its backward pass, in bf16.
+            Bytes per token that a block saves for its backward pass, in bf16.
     """
 
     shapes: Shapes
@@ -131,45 +129,30 @@ class Model:
     saved: float
 
     @classmethod
-    def build(cls) -> "Model":
+    def build(cls) -> "Costs":
         from fla_harmonic.titan.models.hf_model import HFModel, HFModelArgs
 
-        config = _config(WIDTH, MLP, BLOCKS, VOCAB)
+        config = HarmonicConfig(hidden_size=WIDTH, intermediate_size=MLP, num_hidden_layers=BLOCKS, vocab_size=VOCAB)
         args = HFModelArgs.of(config)
         with torch.device("meta"):
             _, flops = args.get_nparams_and_flops(HFModel(args), TOKENS)
-        return cls(Shapes.of(config), flops, _saved(_COUNTED_WIDTH) * WIDTH / _COUNTED_WIDTH)
 
-
-def _config(width: int, mlp: int, blocks: int, vocab: int) -> HarmonicConfig:
-    return HarmonicConfig(hidden_size=width, intermediate_size=mlp, num_hidden_layers=blocks, vocab_size=vocab)
-
-
-class _Block(nn.Module):
-    """A block as a function of its input alone."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(x)[0]
-
-
-def _saved(width: int) -> int:
-    model = HarmonicForCausalLM(_config(width, width * MLP // WIDTH, 1, 16)).bfloat16()
-    return saved_bytes(_Block(model.model.layers[0]), torch.randn(1, 256, width, dtype=torch.bfloat16, requires_grad=True))
+        small = HarmonicConfig(hidden_size=_COUNTED_WIDTH, intermediate_size=MLP * _COUNTED_WIDTH // WIDTH,
+                               num_hidden_layers=1, vocab_size=16)
+        block = HarmonicForCausalLM(small).bfloat16().model.layers[0]
+        inputs = torch.randn(1, 256, _COUNTED_WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        return cls(Shapes.of(config), flops, saved_bytes(block, inputs) * WIDTH / _COUNTED_WIDTH)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes on a GPU, and seconds a step."""
+    """Bytes on a GPU, and seconds per step."""
 
     resident: float
     """Shards in float32: parameters, both moments of AdamW, gradients."""
 
     whole: float
-    """Gathered parameters and gradients that are not reduced yet."""
+    """Gathered parameters, and gradients that are not reduced yet."""
 
     activations: float
     """What is saved for the backward pass, a block's worth to work in, states and tokens."""
@@ -185,16 +168,15 @@ class Needs:
         return self.resident + self.whole + self.activations + self.logits
 
 
-def needs(plan: Plan, model: Model, hardware: Hardware) -> Needs:
+def needs(plan: Plan, model: Costs, hardware: Hardware) -> Needs:
     """What a step of the plan takes."""
     shapes, layout = model.shapes, plan.layout
     shards = layout.fsdp * layout.context
-    block = sum(map(_size, shapes.block))
-    table, head = (sum(map(_size, group)) for group in (shapes.embeddings, shapes.head))
+    block, table, head = map(numbers_in, (shapes.block, shapes.embeddings, shapes.head))
 
     # bf16; a block and the next one, each in the buffer that was gathered and as parameters
     whole = 2 * (shapes.parameters if plan.keeps else table + head + 2 * 2 * block)
-    # bf16, those of all segments until the last is done; in float32 the group that is being reduced
+    # bf16 of all segments until the last is done; in float32 the group that is being reduced
     whole += 2 * (shapes.parameters if plan.segments > 1 else head + 2 * block) + 4 * max(table, head, block)
 
     at_once = -(-plan.tokens // plan.segments)
@@ -221,10 +203,6 @@ def needs(plan: Plan, model: Model, hardware: Hardware) -> Needs:
                  operations / (hardware.flops * hardware.utilization), seconds)
 
 
-def _size(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
-
-
 def _is_inside(purpose: str, plan: Plan, hardware: Hardware) -> bool:
     """Whether the ranks that talk are of one node; neighbors share a sequence first, then shards, then replicas."""
     layout = plan.layout
@@ -235,65 +213,59 @@ def _is_inside(purpose: str, plan: Plan, hardware: Hardware) -> bool:
     return layout.ranks <= hardware.node
 
 
-def assumptions(model: Model, hardware: Hardware) -> str:
+def assumptions(model: Costs, hardware: Hardware) -> str:
     """The assumptions in Markdown."""
     shapes = model.shapes
-    return "\n".join([
-        "| assumption | |",
-        "|---|---|",
-        f"| model | {shapes.parameters:,} parameters: {shapes.blocks} blocks of width {shapes.hidden:,}, MLP "
-        f"{shapes.intermediate:,}, vocabulary {shapes.vocab:,}, tables not tied |",
-        f"| sequence | {TOKENS:,} tokens, one row a rank (under CP: a rank of its group) |",
-        "| numbers | bf16: gathered parameters, activations; float32: shards, AdamW's moments, reduced gradients |",
-        f"| operations | {model.flops:,} a token; a third more for each forward pass that is done again |",
-        f"| a block saves | {model.saved:,.0f} bytes a token (counted on the CPU at width {_COUNTED_WIDTH}, in proportion) |",
-        f"| GPU | {hardware.memory / 1e9:.0f} GB, of which tensors take at most {hardware.usable:.0%}; "
-        f"{hardware.flops / 1e12:.0f} TFLOP/s, {hardware.utilization:.0%} of them reached |",
-        f"| links | a GPU sends {hardware.inside / 1e9:.0f} GB/s within a node of {hardware.node}, "
-        f"{hardware.outside / 1e9:.0f} GB/s to others; latency is left out |",
-    ])
+    return markdown(("assumption", ""), (
+        ("model", f"{shapes.parameters:,} parameters: {shapes.blocks} blocks of width {shapes.hidden:,}, MLP "
+         f"{shapes.intermediate:,}, vocabulary {shapes.vocab:,}, tables not tied"),
+        ("sequence", f"{TOKENS:,} tokens, one row a rank (under CP: a rank of its group)"),
+        ("numbers", "bf16: gathered parameters, activations; float32: shards, AdamW's moments, reduced gradients"),
+        ("operations", f"{model.flops:,} a token; a third more for each forward pass that is done again"),
+        ("a block saves",
+         f"{model.saved:,.0f} bytes a token (counted on the CPU at width {_COUNTED_WIDTH}, in proportion)"),
+        ("GPU", f"{hardware.memory / 1e9:.0f} GB, of which tensors take at most {hardware.usable:.0%}; "
+         f"{hardware.flops / 1e12:.0f} TFLOP/s, {hardware.utilization:.0%} of them reached"),
+        ("links", f"a GPU sends {hardware.inside / 1e9:.0f} GB/s within a node of {hardware.node}, "
+         f"{hardware.outside / 1e9:.0f} GB/s to others; latency is left out"),
+    ))
 
 
-def table(model: Model, hardware: Hardware) -> str:
+def table(model: Costs, hardware: Hardware) -> str:
     """The plans in Markdown; GB are of 10^9 bytes."""
-    lines = [
-        "| GPUs | layout | options | tokens a step | shards, GB | gathered, GB | activations, GB | logits, GB | total, GB | "
-        "fits | compute, s | communication, s | 20B tokens, hours |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for plan in PLANS:
         need = needs(plan, model, hardware)
         fits = need.total <= hardware.memory * hardware.usable
         hours = 20e9 / plan.tokens_a_step * (need.compute + need.communication) / 3600
         mark = "**" if plan.suggested else ""
-        memory = " | ".join(f"{part / 1e9:.1f}" for part in (
-            need.resident, need.whole, need.activations, need.logits, need.total))
-        lines.append(
-            f"| {plan.layout.ranks} | {mark}{plan.layout.name}{mark} | {plan.options()} | {plan.tokens_a_step:,} | {memory} | "
-            f"{'yes' if fits else 'no'} | {need.compute:.2f} | {need.communication:.2f} | {f'{hours:.2f}' if fits else ''} |")
-    return "\n".join(lines)
+        memory = (need.resident, need.whole, need.activations, need.logits, need.total)
+        rows.append((
+            plan.layout.ranks, f"{mark}{plan.layout.name}{mark}", plan.options(), f"{plan.tokens_a_step:,}",
+            *(f"{part / 1e9:.1f}" for part in memory), "yes" if fits else "no", f"{need.compute:.2f}",
+            f"{need.communication:.2f}", f"{hours:.2f}" if fits else ""))
+    return markdown((
+        "GPUs", "layout", "options", "tokens a step", "shards, GB", "gathered, GB", "activations, GB", "logits, GB",
+        "total, GB", "fits", "compute, s", "communication, s", "20B tokens, hours"), rows)
 
 
-def kinds_table(model: Model) -> str:
+def kinds_table(model: Costs) -> str:
     """What a rank sends with each kind of parallelism by itself, in Markdown."""
-    lines = [f"| {_RANKS} ranks | rows x tokens that they read | tokens a rank | sent a step, GB | sent a token, bytes |",
-             "|---|---|---|---|---|"]
+    lines = []
     for layout, rows in KINDS:
         together = rows * layout.fsdp * layout.replicas
         tokens = together * TOKENS // layout.ranks
         job = Job(layout, rows=rows, tokens=TOKENS, param=2, activation=2, logged=False)
         sent = sum(call.sent for call in designed(job, model.shapes))
-        lines.append(f"| {layout.name} | {together} x {TOKENS:,} | {tokens:,} | {sent / 1e9:.2f} | {sent / tokens:,.0f} |")
-    return "\n".join(lines)
+        lines.append(
+            (layout.name, f"{together} x {TOKENS:,}", f"{tokens:,}", f"{sent / 1e9:.2f}", f"{sent / tokens:,.0f}"))
+    return markdown((f"{_RANKS} ranks", "rows x tokens that they read", "tokens a rank", "sent a step, GB",
+                     "sent a token, bytes"), lines)
 
 
 def main() -> None:
-    model, hardware = Model.build(), Hardware()
-    print(assumptions(model, hardware))
-    print()
-    print(kinds_table(model))
-    print()
-    print(table(model, hardware))
+    model, hardware = Costs.build(), Hardware()
+    print(assumptions(model, hardware), kinds_table(model), table(model, hardware), sep="\n\n")
 
 
 if __name__ == "__main__":

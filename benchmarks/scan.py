@@ -4,22 +4,24 @@ Time of the scans over the time of a streaming pass: `python -m benchmarks.scan 
 The bound of a pass is the time to stream the bytes that any scan must read and write: 3 tensors forward (two inputs, the
 states); with backward 5 more for `linear_scan` (log-decays, states, incoming gradient, two gradients) and 6 more for
 `chunk_harmonic`. It is measured as `torch.add` of two inputs into a ready buffer, once beside every timed pass, and scaled
-by tensors; the ratio is the median over the rounds, since absolute times say little on a shared machine. The scans allocate
-what they return. Nothing is timed unless every backend first agrees with the float64 oracle.
+by tensors. The ratio is the median over the rounds: absolute times say little on a shared machine. The scans allocate what
+they return. Nothing is timed unless every backend first agrees with the float64 oracle.
 """
 
-import csv
 import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+import pandas as pd
 import torch
 import tyro
 
+from eval.tables import markdown, save
 from fla_harmonic.ops.harmonic import chunk_harmonic, linear_scan, naive_linear_scan, naive_recurrent_harmonic
 from fla_harmonic.ops.harmonic.chunk import usable_backends
 
@@ -63,9 +65,8 @@ class Options:
     """File for a plot of it, if wanted."""
 
 
-@dataclass
-class Row:
-    """One timed pass: its time over its bound's, its time a token, and how much longer the python loop takes."""
+class Row(NamedTuple):
+    """One timed pass: its time over its bound's, its time per token, and how many times longer the python loop takes."""
 
     B: int
     T: int
@@ -105,7 +106,7 @@ def seconds(run: Callable[[], object], device: str) -> float:
 
 
 def python_loop(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The recurrence as a user would first write it: a torch expression a token."""
+    """The recurrence as a user would first write it: a torch expression per token."""
     h, out = torch.zeros_like(x[:, 0]), torch.empty_like(x)
     for t in range(x.shape[1]):
         h = torch.exp(g[:, t]) * h + x[:, t]
@@ -131,40 +132,37 @@ def measure(size: tuple[int, int, int], backends: list[str], options: Options) -
             runs[name, backend, BOTH] = partial(both, name, backend)
     for run in runs.values():
         run()
-    times: dict[tuple[str, str, str], list[float]] = {key: [] for key in runs}
-    ratios: dict[tuple[str, str, str], list[float]] = {key: [] for key in runs}
+    # (time, time over the bound's) of each round
+    times: dict[tuple[str, str, str], list[tuple[float, float]]] = {key: [] for key in runs}
     for _ in range(options.rounds):
-        for key, run in runs.items():
-            bound = seconds(lambda: torch.add(a, b, out=out), options.device) * TENSORS[key[0], key[2]] / 3
-            times[key].append(seconds(run, options.device))
-            ratios[key].append(times[key][-1] / bound)
+        for (name, backend, direction), run in runs.items():
+            bound = seconds(lambda: torch.add(a, b, out=out), options.device) * TENSORS[name, direction] / 3
+            elapsed = seconds(run, options.device)
+            times[name, backend, direction].append((elapsed, elapsed / bound))
     loop = seconds(lambda: python_loop(a, b), options.device)
     rows = []
-    for key in runs:
-        name, backend, direction = key
-        median = statistics.median(times[key])
-        rows.append(Row(*size, name, backend, direction, statistics.median(ratios[key]), median / (size[0] * size[1]) * 1e9,
-                        loop / median if direction == FORWARD else None))
+    for (name, backend, direction), timed in times.items():
+        elapsed, ratio = map(statistics.median, zip(*timed, strict=True))
+        rows.append(Row(*size, name, backend, direction, ratio, elapsed / (size[0] * size[1]) * 1e9,
+                        loop / elapsed if direction == FORWARD else None))
     return rows
 
 
-def plot(rows: list[Row], title: str, file: Path) -> None:
-    """Time over the bound for every size, a panel a direction."""
+def plot(rows: pd.DataFrame, title: str, file: Path) -> None:
+    """Time over the bound for every size, a panel per direction."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for axis, direction in zip(axes, (FORWARD, BOTH), strict=True):
-        for name, backend in dict.fromkeys((row.op, row.backend) for row in rows):
-            chosen = [row for row in rows if (row.op, row.backend, row.direction) == (name, backend, direction)]
-            axis.plot([f"{row.B} x {row.T:,} x {row.D}" for row in chosen], [row.over_bound for row in chosen], "o-",
-                      label=f"{name}, {backend}")
+    for axis, (direction, panel) in zip(axes, rows.groupby("direction"), strict=True):
+        for (op, backend), line in panel.groupby(["op", "backend"], sort=False):
+            sizes = [f"{B} x {T:,} x {D}" for B, T, D in zip(line["B"], line["T"], line["D"], strict=True)]
+            axis.plot(sizes, line["over_bound"], "o-", label=f"{op}, {backend}")
         axis.set(title=direction, yscale="log")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("time over the streaming bound")
     axes[0].legend(fontsize=8)
     figure.suptitle(title, fontsize=9)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
+    save(figure, file)
 
 
 def main(options: Options) -> None:
@@ -180,20 +178,17 @@ def main(options: Options) -> None:
              f"{', '.join(backends)}; median of {options.rounds} rounds")
     print(title)
     rows = []
-    print(f"{'B':>4}{'T':>9}{'D':>6}  {'op':16}{'backend':9}{'pass':20}{'over bound':>11}{'ns/token':>10}{'loop over it':>14}")
     for size in options.sizes:
-        for row in measure(size, backends, options):
-            rows.append(row)
-            loop = "" if row.loop_over_it is None else f"{row.loop_over_it:.1f}"
-            print(f"{row.B:>4}{row.T:>9}{row.D:>6}  {row.op:16}{row.backend:9}{row.direction:20}{row.over_bound:>11.2f}"
-                  f"{row.ns_per_token:>10.1f}{loop:>14}", flush=True)
+        measured = measure(size, backends, options)
+        rows += measured
+        print(markdown(("B", "T", "D", "op", "backend", "pass", "over bound", "ns/token", "loop over it"), (
+            (*row[:6], f"{row.over_bound:.2f}", f"{row.ns_per_token:.1f}",
+             "" if row.loop_over_it is None else f"{row.loop_over_it:.1f}") for row in measured)), flush=True)
+    frame = pd.DataFrame(rows)
     if options.csv is not None:
-        with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(asdict(rows[0])))
-            writer.writeheader()
-            writer.writerows(asdict(row) for row in rows)
+        frame.to_csv(options.csv, index=False, lineterminator="\r\n")
     if options.png is not None:
-        plot(rows, title, options.png)
+        plot(frame, title, options.png)
 
 
 if __name__ == "__main__":

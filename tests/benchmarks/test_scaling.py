@@ -80,7 +80,7 @@ def test_a_combination_without_formulas_is_refused() -> None:
 )
 def test_the_pages_formulas_are_what_is_designed(n: int, m: int, S: int, G: int, B: int, T: int, p: int, a: int) -> None:
     N, L, H, D, r = SHAPES.blocks, SHAPES.levels, SHAPES.hidden, SHAPES.level, 4
-    E, K, head = (communication._numbers(group) for group in (SHAPES.embeddings, SHAPES.block, SHAPES.head))
+    E, K, head = (communication.numbers_in(group) for group in (SHAPES.embeddings, SHAPES.block, SHAPES.head))
     P, ring = SHAPES.parameters, (n - 1) / n
 
     def sent(segments: int = 1, keeps: bool = False, **degrees: int) -> float:
@@ -119,7 +119,7 @@ def test_start_up_accepts_the_plans(row: plan.Plan) -> None:
 
 
 def test_what_is_suggested_fits() -> None:
-    model, hardware = plan.Model.build(), plan.Hardware()
+    model, hardware = plan.Costs.build(), plan.Hardware()
     suggested = [row for row in plan.PLANS if row.suggested]
     assert {row.layout.ranks for row in suggested} == {8, 64, 512}
     for row in suggested:
