@@ -61,7 +61,7 @@ _KINDS = {
 # fields of a config that the formulas take to have their defaults
 DEFAULT_PARTS = ("gate_ratio", "gate_rank", "attn", "use_short_conv", "tie_word_embeddings", "use_prediction_error",
                  "use_output_gate", "use_output_proj", "gated_mlp")
-# what a rank sends of the bytes, by a ring of n ranks
+# share of the bytes that a rank sends, in a ring of n ranks
 _SENT = {
     "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n,

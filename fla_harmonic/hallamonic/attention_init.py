@@ -15,8 +15,8 @@ from fla_harmonic.layers.harmonic import HarmonicLevel
 
 # standard deviation of a level's input logits: tanh is nearly linear for most, and bounds the few large ones
 INPUT_STD = 0.5
-# standard deviation of a head's outputs, over that of its values: a head averages many values, some of which (those of the
-# first token) are near zero. Between 0.1 and 0.2 on SmolLM2's layers
+# standard deviation of a head's outputs over its values': a head averages many values, and the first token's are near zero.
+# Between 0.1 and 0.2 on SmolLM2's layers
 OUTPUT_STD = 0.15
 
 
@@ -47,7 +47,7 @@ class AttentionWeights:
 
     @classmethod
     def of(cls, block: nn.Module, config: PreTrainedConfig) -> AttentionWeights:
-        """Copies of those of a decoder layer."""
+        """Copies of a decoder layer's weights."""
         attention, norm = cast(Any, block.self_attn), cast(Any, block.input_layernorm)
         bias = attention.v_proj.bias
         value, output, scale = (x.weight.detach().float().clone() for x in (attention.v_proj, attention.o_proj, norm))

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections import defaultdict
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -206,13 +207,12 @@ def describe(conversion: Conversion) -> str:
 
 def number_ranges(numbers: list[int]) -> str:
     """Rising numbers as `parse_layers` reads them: 0,2,4-10."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+    parts = []
+    # within a range numbers rise as their places do
+    for _, places in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        part = [number for _, number in places]
+        parts.append(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]))
+    return ",".join(parts)
 
 
 def convert(options: Convert) -> None:
@@ -236,7 +236,7 @@ def convert(options: Convert) -> None:
         timescales=options.timescales, timescale_mode=options.timescale_mode))
     print(describe(conversion), flush=True)
 
-    # beside the target, and renamed when it is whole
+    # beside the target, and renamed when it is complete
     draft = options.out.with_name(options.out.name + ".draft")
     shutil.rmtree(draft, ignore_errors=True)
     conversion.model.save_pretrained(draft)

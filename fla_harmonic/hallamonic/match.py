@@ -56,7 +56,7 @@ class Match:
     """Optimizer steps."""
 
     batch_size: int = 1
-    """Sequences of a step."""
+    """Sequences per step."""
 
     seq_len: int = 1024
     """Tokens of a sequence."""

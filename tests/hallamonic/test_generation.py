@@ -138,7 +138,7 @@ def test_decoding_that_rolls_states_back_is_refused() -> None:
 
 
 @torch.no_grad()
-def test_a_reset_cache_begins_anew() -> None:
+def test_a_reset_cache_starts_again() -> None:
     lm, x = model("llama", [0, 1, 2]), tokens(2, 9)
     cache = cache_of(lm(tokens(2, 20), use_cache=True))
     cache.reset()

@@ -95,7 +95,7 @@ def test_a_saved_model_is_the_same(name: str, layers: list[int], tmp_path: Path)
         | {"architectures": ["HallamonicForCausalLM"]}
     for key, tensor in lm.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[key])
-    # and goes on alike
+    # and trains alike
     for net in (lm, loaded):
         net(x, labels=x).loss.backward()
     for parameter, other in zip(lm.parameters(), loaded.parameters(), strict=True):

@@ -63,7 +63,7 @@ def test_layers_come_closer_and_all_else_stays(folders: dict[str, Any], tmp_path
     assert not torch.equal(*(x["model.layers.2.self_attn.harmonic.o_proj.weight"] for x in (before, after)))
 
 
-def test_a_killed_run_goes_on_bit_for_bit(
+def test_a_killed_run_continues_bit_for_bit(
     folders: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     match(Match(**folders, out=tmp_path / "whole", steps=6))

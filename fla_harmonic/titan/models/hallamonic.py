@@ -31,7 +31,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from fla_harmonic.hallamonic import HallamonicConfig
 from fla_harmonic.hallamonic.configuration_hallamonic import UNLIMITED, head_size
-from fla_harmonic.hallamonic.modeling_hallamonic import HarmonicMixer
+from fla_harmonic.hallamonic.modeling_hallamonic import HarmonicMixer, positions_in_documents
 from fla_harmonic.layers.harmonic import TIMESCALES
 from fla_harmonic.ops.harmonic.context_parallel import CPContext
 from fla_harmonic.titan.combinations import Start
@@ -218,11 +218,11 @@ class Hallamonic(HFModel):
         options: dict[str, Any] = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
         masks: dict[str, torch.Tensor | None] = {}
         if self.kinds:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            # transformers' masks start again where positions do
+            length = tokens.shape[1]
+            position_ids = torch.arange(length, device=tokens.device)[None]
             if cu_seqlens is not None:
-                positions = positions - cu_seqlens[torch.bucketize(positions, cu_seqlens, right=True) - 1]
-            # where positions begin anew, transformers' masks do so too
-            position_ids = positions[None]
+                position_ids = positions_in_documents(cu_seqlens, length)
             options |= {"position_ids": position_ids, "position_embeddings": self.rotary_emb(h, position_ids)}
             masks = {kind: _MASKS[kind](self.source, h, None, None, position_ids) for kind in set(self.kinds)}
         for index, layer in self.layers.items():
