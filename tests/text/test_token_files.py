@@ -36,7 +36,7 @@ def test_byte_splits_of_the_novels_are_their_bytes_and_one_end_of_text() -> None
     documents = load_documents("novels")
     splits = [load_split("novels", None, split, ByteTokenizer()) for split in ("train", "validation", "test")]
     assert sum(split.num_bytes for split in splits) == sum(map(len, documents))
-    # the second novel goes on in validation and test, so only its last part is ended
+    # the second novel continues in validation and test, so only its last part is ended
     assert b"".join(split.tokens.tobytes() for split in splits) == b"\0".join(documents) + b"\0"
     assert splits[0].document_starts.tolist() == [0, len(documents[0]) + 1]
     assert splits[1].document_starts.tolist() == splits[2].document_starts.tolist() == [0]

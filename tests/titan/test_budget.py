@@ -109,7 +109,7 @@ def test_another_budget_by_accident_is_an_error(override: str) -> None:
     (["--data.budget_seq_len=1048576"], 1, "data.token_budget, 65,536,000, to be a multiple of 1,048,576 "),
     (["--data.budget_seq_len=262144"], 1, "lr_scheduler.warmup_steps = 200 .* multiple of 262,144 "),
     (["--data.budget_seq_len=8192"], 4, "the global batch, which is 2 at data.budget_seq_len = 8192, but it is 4"),
-    (["--data.budget_seq_len=8192", "--data.token_budget=0"], 1, "data.token_budget > 0"),
+    (["--data.budget_seq_len=8192", "--data.token_budget=0"], 1, "data.token_budget = 0 .* = 65,536,000"),
     (["--data.budget_seq_len=-1"], 1, "data.budget_seq_len >= 0, but got -1"),
     (["--data.token_budget=-1"], 1, "data.token_budget >= 0, but got -1"),
 ])

@@ -131,7 +131,7 @@ def test_states_and_timescales_are_those_of_the_data(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("option", ["1", "2", "op"])
-def test_what_checkpointing_computes_anew_does_not_count(option: str, model: nn.Module) -> None:
+def test_what_checkpointing_recomputes_does_not_count(option: str, model: nn.Module) -> None:
     tokens = torch.randint(32, (3, 40))
     expected = reference(model, tokens)
     config = ActivationCheckpoint(mode="selective", selective_ac_option=option)

@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that does not stop."""
+"""A run that stops and continues is the run that does not stop."""
 
 import shutil
 import time
@@ -16,7 +16,7 @@ SAVES = ["--checkpoint.interval=2", "--checkpoint.keep_latest_k=0"]
 
 
 def resumed(source: Path, step: int, out: Path) -> Path:
-    """A folder in which a run goes on from one checkpoint of another."""
+    """A folder in which a run continues from one checkpoint of another."""
     shutil.copytree(source / f"checkpoint/step-{step}", out / f"checkpoint/step-{step}")
     return out
 

@@ -40,17 +40,12 @@ def keep_token_budget(job_config: Any, dp_world_size: int = 1) -> None:
     budget, length = data.token_budget, data.budget_seq_len
     if not length:
         return
-    if not budget:
-        raise ValueError(
-            f"expected data.token_budget > 0 with data.budget_seq_len = {length}, but got 0. Remedy: the tokens that "
-            "[training] amounts to"
-        )
     rows = global_batch_size(job_config)
     if (tokens := rows * training.seq_len * training.steps) != budget:
         raise ValueError(
             f"expected global batch x training.seq_len x training.steps to be data.token_budget = {budget:,} with "
             f"data.budget_seq_len = {length}, but got {rows} x {training.seq_len} x {training.steps} = {tokens:,}. Remedy: "
-            "leave batch, seq_len and steps as the file has them, or set data.token_budget to the tokens that are meant"
+            "leave batch, seq_len and steps as the file has them, or set data.token_budget to the tokens that you mean"
         )
     old_step, microbatch = rows * training.seq_len, training.local_batch_size * training.seq_len
     # a step has its tokens, or is one longer sequence

@@ -33,12 +33,7 @@ def _text_key(job_config: JobConfig) -> tuple[Any, ...]:
 
 
 def check_vocabulary(tokens: np.ndarray, tokenizer: TextTokenizer, job_config: JobConfig) -> None:
-    """
-    Compare the tokens that occur with the vocabulary of the job's model.
-
-    Raises:
-        ValueError: a token has no row in the model's embedding, or the model's flavor is unknown.
-    """
+    """A ValueError where a token that occurs has no row in the embedding of the job's model, or its flavor is unknown."""
     model = job_config.model
     flavors = get_train_spec(model.name).model_args
     if model.flavor not in flavors:

@@ -1,4 +1,4 @@
-"""Metrics in full precision: torchtitan's own, and one JSON object a line in `{dump_folder}/metrics.jsonl`."""
+"""Metrics in full precision: torchtitan's own, and one JSON object per line in `{dump_folder}/metrics.jsonl`."""
 
 import json
 import math
@@ -35,7 +35,7 @@ class JSONLLogger(BaseLogger):
         self.file = self._open()
 
     def _open(self) -> TextIO:
-        # a line at a time, so that a killed run keeps them; closed by `close`
+        # line-buffered, so that a killed run keeps them; closed by `close`
         return open(self.path, "a", buffering=1)
 
     def truncate(self, step: int) -> None:

@@ -39,10 +39,8 @@ class DecayGroupsContainer(OptimizersContainer):
     Args:
         model_parts (list[nn.Module]):
             The models; one that has `undecayed` (names) excludes these as well.
-        optimizer_cls (type[torch.optim.Optimizer]):
-            `Adam` or `AdamW`.
-        optimizer_kwargs (dict[str, Any]):
-            Its arguments. `weight_decay` holds for the first group.
+        optimizer_cls, optimizer_kwargs:
+            `Adam` or `AdamW`, and its arguments. `weight_decay` holds for the first group.
     """
 
     def __init__(

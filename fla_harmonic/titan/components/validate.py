@@ -71,10 +71,8 @@ class SplitValidator(BaseValidator):
         self.loss_fn, self.validation_context, self.maybe_enable_amp = loss_fn, validation_context, maybe_enable_amp
         self.metrics_processor = metrics_processor
         config, training = job_config.validation, job_config.training
-        dataset, path = config.dataset, config.dataset_path
-        if dataset == _STOCK_DATASET:
-            dataset, path = training.dataset, training.dataset_path
-        self.split = load_split(dataset, path, "validation", tokenizer, data_section(job_config))
+        text = training if config.dataset == _STOCK_DATASET else config
+        self.split = load_split(text.dataset, text.dataset_path, "validation", tokenizer, data_section(job_config))
         check_vocabulary(self.split.tokens, tokenizer, job_config)
         # every token but the first is a label
         self.targets = len(self.split.tokens) - 1
@@ -82,8 +80,8 @@ class SplitValidator(BaseValidator):
             self.targets = min(self.targets, config.steps * config.local_batch_size * dp_world_size * config.seq_len)
         self.num_bytes = scored_bytes(self.split, tokenizer, self.targets)
         logger.info(
-            f"validation: {self.targets:,} of {len(self.split.tokens) - 1:,} labels of the validation split of {dataset}, in "
-            f"windows of {config.seq_len:,} tokens; {self.num_bytes:,.0f} bytes"
+            f"validation: {self.targets:,} of {len(self.split.tokens) - 1:,} labels of the validation split of {text.dataset} "
+            f"in windows of {config.seq_len:,} tokens; {self.num_bytes:,.0f} bytes"
             + ("" if isinstance(tokenizer, ByteTokenizer) else " at the split's mean bytes per token")
         )
         if config.seq_len > training.seq_len:
@@ -96,12 +94,7 @@ class SplitValidator(BaseValidator):
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """
-        Log the mean loss in nats, bits per token and bits per byte.
-
-        Raises:
-            RuntimeError: another number of tokens was scored than the split promises.
-        """
+        """Log the mean loss in nats, bits per token and bits per byte; a RuntimeError where tokens were dropped."""
         processor = self.metrics_processor
         tokens_since, last_log, began = processor.ntokens_since_last_log, processor.time_last_log, time.perf_counter()
         for model in model_parts:
