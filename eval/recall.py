@@ -14,14 +14,14 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pandas as pd
 
-from eval.results import keep_command, write, write_lines
+from eval.results import Record, keep_command, write, write_lines
 from eval.study.cells import Model
 from eval.study.options import cli
-from eval.study.protocol import check_different
+from eval.study.protocol import best_lrs, check_different
 from eval.study.running import run_cells
 from eval.tasks.recall_cell import RecallCell, measure
 from eval.tasks.recall_tables import frame, plot, table
@@ -139,18 +139,13 @@ def cells(options: Options, task: str, seeds: Iterable[int], lrs: dict[str, Sequ
     return found
 
 
-def best_lrs(results: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Learning rate with the highest mean accuracy on the validation set, the lower loss where that is equal, by model."""
-    found: dict[str, tuple[float, float, float]] = {}
-    for result in results:
-        scores = pd.DataFrame(result["validation"])
-        rank = (scores["accuracy"].mean(), -scores["loss"].mean(), result["cell"]["lr"])
-        label = result["cell"]["model"]["label"]
-        found[label] = max(found.get(label, rank), rank)
-    return {label: rank[2] for label, rank in found.items()}
+def accuracy(result: Record) -> tuple[float, float, float]:
+    """The rank of a result by its mean accuracy on the validation set, where that is equal by its loss."""
+    scores = pd.DataFrame(result["validation"])
+    return scores["accuracy"].mean(), -scores["loss"].mean(), result["cell"]["lr"]
 
 
-def run(options: Options) -> list[dict[str, Any]]:
+def run(options: Options) -> list[Record]:
     """
     Runs the study, or what is not there of it.
 
@@ -163,7 +158,7 @@ def run(options: Options) -> list[dict[str, Any]]:
     """
     check_different(options, ("models", "tasks", "seeds", "lrs", "mqar_tested", "passkey_distances"))
 
-    def stage(title: str, planned: list[RecallCell]) -> list[dict[str, Any]]:
+    def stage(title: str, planned: list[RecallCell]) -> list[Record]:
         return run_cells(planned, measure, options.out, options.processes, options.threads, title)
 
     # before any of them runs: a mistake in the second task shows here
@@ -173,7 +168,7 @@ def run(options: Options) -> list[dict[str, Any]]:
     found = stage("sweep", sweeps)
     planned = []
     for task in options.tasks:
-        lrs = best_lrs(result for result in found if result["cell"]["task"]["name"] == task)
+        lrs = best_lrs((result for result in found if result["cell"]["task"]["name"] == task), accuracy)
         planned += cells(options, task, options.seeds, {name: (lr,) for name, lr in lrs.items()})
     return [{"stage": title, **result} for title, results in (("sweep", found), ("best", stage("best", planned)))
             for result in results]

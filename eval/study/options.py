@@ -9,10 +9,12 @@ from typing import Any, Literal, TypeVar
 import tyro
 
 from eval.results import keep_command
+from eval.scoring.texts import job_of
 from eval.study.cells import Model
 from eval.study.paired import report
-from eval.study.protocol import Protocol, check_overrides, data_of, run, text_of
+from eval.study.protocol import Protocol, check_overrides, run, text_of
 from eval.study.running import merge
+from fla_harmonic.titan.config import data_section
 
 T = TypeVar("T")
 
@@ -89,7 +91,7 @@ class StudyOptions:
         """
         check_overrides(self.overrides)
         text = text_of(self.dataset, self.dataset_path, self.tokenizer, self.assets, self.test, self.validation,
-                       data_of(self.config_file, self.overrides))
+                       data_section(job_of(Path(self.config_file), self.overrides)))
         protocol = Protocol(
             tuple(models), self.seq_lens, self.seeds, shared_lr, self.lrs, sweep_seq_len, self.tokens, self.step_tokens,
             micro_tokens, text, self.config_file, self.overrides)

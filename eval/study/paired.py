@@ -121,13 +121,11 @@ def plot_curves(results: Sequence[dict[str, Any]], folders: Sequence[Path], file
     lengths = sorted(curves["seq_len"].unique())
     figure, axes = plt.subplots(1, len(lengths), figsize=(4.2 * len(lengths), 3.6), sharey=True, squeeze=False)
     for axis, length in zip(axes[0], lengths, strict=True):
-        for index, (model, steps) in enumerate(curves[curves["seq_len"] == length].groupby("model", sort=False)):
-            bits = steps.groupby("n_tokens_seen")["bits_per_token"].mean()
-            axis.plot(bits.index, bits, color=f"C{index}", label=model)
-        axis.set(title=f"length {length:,}", xlabel="tokens seen")
+        bits = curves[curves["seq_len"] == length].pivot_table(
+            index="n_tokens_seen", columns="model", values="bits_per_token", sort=False)
+        bits.plot(ax=axis, title=f"length {length:,}", xlabel="tokens seen", ylabel="bits per token, in training",
+                  legend=length == lengths[0])
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("bits per token, in training")
-    axes[0][0].legend()
     save(figure, file)
 
 

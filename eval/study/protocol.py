@@ -7,18 +7,17 @@ at the end. Differences between models are taken seed by seed: two models of a s
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config import ConfigManager
-
+from eval.results import Record
 from eval.study.cells import Cell, Model, Text, check_cells, file_digest
 from eval.study.run_cell import measure
 from eval.study.running import results_of, run_cells
 from fla_harmonic.text.corpus import load_documents
-from fla_harmonic.titan.config import Data, data_section
+from fla_harmonic.titan.config import Data
 
 
 @dataclass(frozen=True)
@@ -87,23 +86,15 @@ def check_different(options: Any, names: Sequence[str]) -> None:
 
 
 def text_of(
-    dataset: str,
-    path: str,
-    tokenizer: str,
-    assets: str,
-    test: int,
-    validation: int,
-    data: Data | None = None,
+    dataset: str, path: str, tokenizer: str, assets: str, test: int, validation: int, data: Data | None = None,
 ) -> Text:
     """
     A text with its digest, in which the tokenizer has a part; `data` is the job's `[data]` section.
 
     Raises:
-        ValueError, FileNotFoundError: as `load_documents`; or states would be reset at each document, which is not scored.
+        ValueError, FileNotFoundError: as `load_documents`.
     """
-    data = Data() if data is None else data
-    if data.reset_documents:
-        raise ValueError("a study scores documents as one text, but data.reset_documents = true. Leave it out.")
+    data = data or Data()
     digest = hashlib.sha256()
     for document in load_documents(
             dataset, path or None, text_field=data.text_field, hub_config=data.hub_config, hub_split=data.hub_split):
@@ -116,19 +107,18 @@ def text_of(
     return Text(dataset, path, digest.hexdigest(), tokenizer, assets, test, validation)
 
 
-def data_of(config_file: str, overrides: Sequence[str]) -> Data:
-    """The `[data]` section of a job."""
-    return data_section(ConfigManager().parse_args([f"--job.config_file={config_file}", *overrides]))
-
-
-def best_lrs(results: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Learning rate with the lowest loss on the validation split, by model."""
-    found: dict[str, tuple[float, float]] = {}
+def best_lrs(results: Iterable[Record], rank: Callable[[Record], Any]) -> dict[str, float]:
+    """Learning rate of the result of highest rank, the first of equal ones, by model."""
+    found: dict[str, Record] = {}
     for result in results:
-        label, rank = result["cell"]["model"]["label"], (result["validation"]["bits_per_token"], result["cell"]["lr"])
-        # of equal losses the first
-        found[label] = min(found.get(label, rank), rank, key=lambda found: found[0])
-    return {label: lr for label, (_, lr) in found.items()}
+        label = result["cell"]["model"]["label"]
+        found[label] = max(found.get(label, result), result, key=rank)
+    return {label: result["cell"]["lr"] for label, result in found.items()}
+
+
+def low_loss(result: Record) -> float:
+    """The rank of a result by its loss on the validation split."""
+    return -result["validation"]["bits_per_token"]
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -159,7 +149,7 @@ def share(cells: list, part: str) -> list:
     return cells[index - 1::count]
 
 
-def run(protocol: Protocol, stages: Sequence[str], part: str, out: Path, processes: int, threads: int) -> dict[str, Any]:
+def run(protocol: Protocol, stages: Sequence[str], part: str, out: Path, processes: int, threads: int) -> Record:
     """
     Runs the stages.
 
@@ -170,7 +160,7 @@ def run(protocol: Protocol, stages: Sequence[str], part: str, out: Path, process
     Raises:
         RuntimeError: the best learning rates are wanted and sweeps are missing.
     """
-    def results(stage: str, cells: list[Cell]) -> list[dict[str, Any]]:
+    def results(stage: str, cells: list[Cell]) -> list[Record]:
         if stage in stages:
             run_cells(share(cells, part), measure, out, processes, threads, stage)
         found = results_of(cells, out)
@@ -181,7 +171,7 @@ def run(protocol: Protocol, stages: Sequence[str], part: str, out: Path, process
         return found
 
     found = {"shared": results("shared", protocol.shared()), "sweep": results("sweep", protocol.sweep())}
-    lrs = best_lrs(found["sweep"]) if len(found["sweep"]) == len(protocol.sweep()) else {}
+    lrs = best_lrs(found["sweep"], low_loss) if len(found["sweep"]) == len(protocol.sweep()) else {}
     if "best" in stages and not lrs and (part == "1/1" or "sweep" not in stages):
         raise RuntimeError("the best learning rates need the whole sweep; some of its cells are missing. Run `--stages "
                            "sweep`, or `--merge` the folders that have them.")

@@ -8,17 +8,18 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from torchtitan.config import ConfigManager
 
 from eval.results import finished
 from eval.scoring.models import load_recurrent
 from eval.study.cells import Cell
-from eval.study.protocol import data_of
 from eval.study.running import result_file
 from eval.tables import save
 from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.layers.harmonic import HarmonicLevel
 from fla_harmonic.text import load_split
-from fla_harmonic.text.tokenizers import ByteTokenizer, JsonTokenizer
+from fla_harmonic.titan.components.tokenizer import build_tokenizer
+from fla_harmonic.titan.config import data_section
 
 # tokens that the timescales are read from
 _TOKENS = 4096
@@ -33,9 +34,8 @@ def timescales(cell: Cell, directory: Path) -> list[list[float]]:
         For each level, over layers, the mean (of the logarithm, over tokens) of each channel, sorted.
     """
     model = load_recurrent(directory)
-    tokenizer = ByteTokenizer() if cell.text.tokenizer == "bytes" else JsonTokenizer(cell.text.assets)
-    data = data_of(cell.config_file, cell.overrides)
-    split = load_split(cell.text.dataset, cell.text.path or None, "test", tokenizer, data)
+    job = ConfigManager().parse_args(cell.arguments(directory.parent))
+    split = load_split(job.training.dataset, job.training.dataset_path, "test", build_tokenizer(job), data_section(job))
     layers = [module for module in model.modules() if isinstance(module, HarmonicAttention)]
     found: list[list[float]] = [[] for _ in layers[0].levels]
 

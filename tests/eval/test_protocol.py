@@ -10,7 +10,7 @@ from scipy import stats
 
 from eval.study.cells import Model, Text
 from eval.study.paired import differences, paired, table
-from eval.study.protocol import Protocol, best_lrs, check_overrides, share, text_of
+from eval.study.protocol import Protocol, best_lrs, check_overrides, low_loss, share, text_of
 
 TEXT = Text("text", "", "0", "bytes", ".", 64, 32)
 MODELS = (Model("harmonic/debug", "harmonic", "debug"), Model("llama/debug", "llama", "debug"))
@@ -65,7 +65,7 @@ def result(label: str, lr: float, validation: float) -> dict:
 def test_learning_rate_is_chosen_on_the_validation_split() -> None:
     of_a = [result("a", 1.0, 3.0), result("a", 2.0, 2.0), result("a", 3.0, 2.5)]
     results = [*of_a, result("b", 1.0, 1.0), result("b", 2.0, 4.0)]
-    assert best_lrs(results) == {"a": 2.0, "b": 1.0}
+    assert best_lrs(results, low_loss) == {"a": 2.0, "b": 1.0}
 
 
 def rows_of(values: dict[str, list[float]], seq_len: int = 64) -> pd.DataFrame:

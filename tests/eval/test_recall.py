@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from eval.recall import PRESETS, Options, best_lrs, cells, main, run
+from eval.recall import PRESETS, Options, accuracy, cells, main, run
 from eval.scoring.models import FAMILIES, build
 from eval.study.cells import Model
+from eval.study.protocol import best_lrs
 from eval.tasks import recall_cell
 from eval.tasks.recall_cell import SPLITS, RecallCell, score, train
 from eval.tasks.recall_tables import frame, table
@@ -228,7 +229,7 @@ def test_a_study_that_cannot_be_is_refused_before_it_runs(wrong: dict[str, Any],
 def test_the_best_learning_rate_has_the_highest_accuracy_then_the_lowest_loss() -> None:
     results = [{"cell": {"model": {"label": label}, "lr": lr}, "validation": [{"accuracy": a, "loss": loss}]}
                for label, lr, a, loss in (("x", 1, 0.5, 0.1), ("x", 2, 0.6, 9.0), ("y", 1, 0.5, 2.0), ("y", 2, 0.5, 1.0))]
-    assert best_lrs(results) == {"x": 2, "y": 2}
+    assert best_lrs(results, accuracy) == {"x": 2, "y": 2}
 
 
 def test_a_flavor_keeps_its_vocabulary() -> None:
