@@ -115,7 +115,7 @@ def run(cell: Record, options: Options) -> Record:
     command = [
         sys.executable, "-m", "torchtitan.train", f"--job.config_file=titan_configs/{cell['model']}_{options.size}.toml",
         f"--job.dump_folder={folder}", f"--training.seq_len={cell['seq_len']}", "--training.local_batch_size=1",
-        f"--training.steps={options.steps}", "--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1",
+        f"--training.steps={options.steps}", "--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1", "--audit.interval=0",
         "--metrics.no_enable_tensorboard", "--checkpoint.no_enable", *cell["options"],
     ]
     env = os.environ | ONE_PROCESS | {"OMP_NUM_THREADS": str(options.threads)}

@@ -22,7 +22,9 @@ def options(out: Path, ranks: int, steps: int, *overrides: str, family: str = "h
         f"--job.config_file={ROOT / f'titan_configs/{family}_debug.toml'}", f"--job.dump_folder={out}",
         f"--training.steps={steps}", f"--training.seq_len={SEQ}", f"--training.global_batch_size={BATCH}",
         f"--training.local_batch_size={BATCH // ranks}", "--lr_scheduler.warmup_steps=2", "--metrics.log_freq=1",
-        "--metrics.no_enable_tensorboard", "--metrics.disable_color_printing", *overrides,
+        "--metrics.no_enable_tensorboard", "--metrics.disable_color_printing",
+        # two more steps a run, and no other number: tests of the audit switch it on
+        "--audit.interval=0", *overrides,
     ]
 
 

@@ -96,7 +96,7 @@ def test_loss_is_that_of_training_on_the_same_tokens(
             stop = min(start + seq_len, labels)
             logits = model(tokens[None, start:stop])
             expected += F.cross_entropy(logits[0].double(), tokens[start + 1 : stop + 1], reduction="sum").item()
-    scores = [validator(config, ranks, rank)._score(model) for rank in range(ranks)]
+    scores = [validator(config, ranks, rank)._score(model, 1) for rank in range(ranks)]
     assert sum(targets for _, targets, _ in scores) == labels == validator(config, ranks).targets
     assert sum(nll for nll, _, _ in scores) == pytest.approx(expected, rel=1e-6)
 
