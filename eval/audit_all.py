@@ -5,9 +5,9 @@ Exit status 1 if a flavor is not causal, or a planted leak is not seen. What is 
 """
 
 import hashlib
-import json
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,10 +15,11 @@ import tyro
 from torch import nn
 from tqdm import tqdm
 
-from eval.results import keep_command, write
+from eval.results import finished, keep_command, write
 from eval.scoring.audit import Audit, audit
 from eval.scoring.models import FAMILIES, build
 from eval.scoring.planted_leaks import MIXES, Table
+from eval.tables import markdown
 
 
 @dataclass
@@ -40,34 +41,28 @@ def verdict_of(name: str, model: nn.Module, options: Options) -> Audit:
     shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
     digest = hashlib.sha256(repr((getattr(model, "config", None), shapes)).encode()).hexdigest()[:10]
     file = options.out / "verdicts" / f"{name.replace('/', '-')}-{options.length}-{digest}.json"
-    if not file.is_file():
-        write(file, json.dumps(asdict(audit(model, options.length, batch_size=4))))
-    return Audit(**json.loads(file.read_text()))
+    return Audit(**finished(file, lambda: asdict(audit(model, options.length, batch_size=4))))
 
 
 def table(verdicts: dict[str, Audit]) -> str:
     """The verdicts as Markdown."""
-    lines = ["| model | causal | largest change before a split | at the split | bits on random tokens | log2(V) | packing |",
-             "|---|---|---|---|---|---|---|"]
-    for name, verdict in verdicts.items():
-        said = "yes" if verdict.causal else f"no: {verdict.failure}"
-        lines.append(
-            f"| {name} | {said} | {verdict.largest_change:.1e} | {verdict.largest_effect:.1e} | "
-            f"{verdict.random_bits_per_token:.4f} | {verdict.log2_vocab:.4f} | {verdict.packing} |")
-    return "\n".join(lines)
+    columns = ["model", "causal", "largest change before a split", "at the split", "bits on random tokens", "log2(V)",
+               "packing"]
+    return markdown(columns, (
+        [name, "yes" if verdict.causal else f"no: {verdict.failure}", f"{verdict.largest_change:.1e}",
+         f"{verdict.largest_effect:.1e}", f"{verdict.random_bits_per_token:.4f}", f"{verdict.log2_vocab:.4f}", verdict.packing]
+        for name, verdict in verdicts.items()))
 
 
 def main(options: Options) -> None:
     keep_command(options.out)
-    verdicts, wrong = {}, []
-    for flavor in tqdm(options.flavors):
+    models = {flavor: partial(build, flavor) for flavor in options.flavors}
+    planted = {f"planted: {mix}": partial(Table, mix=mix) for mix in MIXES}
+    verdicts = {}
+    for name, make in tqdm({**models, **planted}.items()):
         torch.manual_seed(0)
-        verdicts[flavor] = verdict_of(flavor, build(flavor), options)
-        wrong += [flavor] if not verdicts[flavor].causal else []
-    for mix in MIXES:
-        torch.manual_seed(0)
-        verdicts[f"planted: {mix}"] = verdict_of(f"planted-{mix}", Table(mix=mix), options)
-        wrong += [f"planted: {mix}"] if verdicts[f"planted: {mix}"].causal else []
+        verdicts[name] = verdict_of(name.replace(": ", "-"), make(), options)
+    wrong = [name for name, verdict in verdicts.items() if verdict.causal == (name in planted)]
     text = table(verdicts)
     write(options.out / "table.md", text + "\n")
     print(text)

@@ -3,9 +3,9 @@ Loss of a trained Harmonic model over a text of any length, as one sequence and 
 `python -m eval.stream --model outputs/harmonic_debug/hf --text book.txt`.
 
 Every token of the text but the first is a target exactly once, and is predicted from all of the text before it. A model whose
-early logits depend on later tokens gets no score. With `--save_state` the reading can go on another time: in the same text
+early logits depend on later tokens gets no score. With `--save_state` reading can continue another time: in the same text
 (`--load_state FILE --same_text`), or in the one that follows it (`--load_state FILE`). `--growth` measures instead whether
-memory or time a token grows.
+memory or time per token grows.
 """
 
 import json
@@ -17,8 +17,8 @@ from pathlib import Path
 import tyro
 from tqdm import tqdm
 
-from eval.growth import MODES, measure, table
 from eval.scoring.audit import check_causal
+from eval.scoring.growth import MODES, measure, table
 from eval.scoring.models import load_recurrent
 from eval.scoring.text_pieces import TextPieces
 from fla_harmonic import HarmonicForCausalLM
@@ -46,7 +46,7 @@ class Options:
     """File for the state after the text."""
 
     save_every: int | None = None
-    """Bytes of text after which the state is saved on the way, so that a killed run need not start anew."""
+    """Bytes of text after which the state is saved on the way, so that a killed run need not start again."""
 
     load_state: Path | None = None
     """State to start from."""
@@ -55,7 +55,7 @@ class Options:
     """Whether the loaded state is of this text, which is then read from where it stopped; else the text follows it."""
 
     growth: bool = False
-    """Measure peak memory and time a token after 1,000 and 100,000 tokens, and read no text."""
+    """Measure peak memory and time per token after 1,000 and 100,000 tokens, and read no text."""
 
     out: Path | None = None
     """JSON file for the score, if wanted."""
@@ -110,7 +110,7 @@ def read(model: HarmonicForCausalLM, options: Options) -> StreamScore:
         if any(key not in kept for key in _KEYS):
             raise ValueError(
                 f"{options.load_state}: expected a state that eval.stream saved, which counts the bytes of its text; got one "
-                "without. Stream the text anew.")
+                "without. Stream the text again.")
         bytes_before = int(kept["num_bytes"])
         if options.same_text:
             text.skip(int(kept["text_bytes"]), kept["text_digest"])

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby, islice
 
 import numpy as np
 import torch
@@ -112,29 +113,16 @@ def target_losses(
                          "targets, or pass a longer text.")
     device = next(model.parameters()).device
     losses = []
-    for batch in _batches(windows(first, stop, seq_len, stride), batch_size):
-        rows = np.stack([tokens[window.begin:window.end + 1].astype(np.int64) for window in batch])
-        ids = torch.from_numpy(rows).to(device)
-        scored = batch[0].scored
-        losses.append(losses_of(model, ids, scored).flatten().double().cpu())
-        if progress is not None:
-            progress(len(batch) * scored)
+    same_shape = groupby(windows(first, stop, seq_len, stride), key=lambda window: (window.end - window.begin, window.scored))
+    for (_, scored), group in same_shape:
+        while batch := list(islice(group, batch_size)):
+            rows = np.stack([tokens[window.begin:window.end + 1].astype(np.int64) for window in batch])
+            losses.append(losses_of(model, torch.from_numpy(rows).to(device), scored).flatten().double().cpu())
+            if progress is not None:
+                progress(len(batch) * scored)
     return torch.cat(losses)
 
 
 def bits(nats: torch.Tensor) -> float:
     """The sum in bits."""
     return nats.sum().item() / math.log(2)
-
-
-def _batches(items: Iterator[Window], size: int) -> Iterator[list[Window]]:
-    """Successive windows of the same shape."""
-    batch: list[Window] = []
-    for window in items:
-        shape = (window.end - window.begin, window.scored)
-        if batch and (len(batch) == size or shape != (batch[0].end - batch[0].begin, batch[0].scored)):
-            yield batch
-            batch = []
-        batch.append(window)
-    if batch:
-        yield batch

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from eval import lambada
-from eval.lambada import Options, Source, evaluate, main, source_of, table
 from eval.scoring.planted_leaks import Table
+from eval.tasks import lambada
+from eval.tasks.lambada import Options, Source, evaluate, main, source_of, table
 from eval.tasks.passages import passages
 from eval.tasks.whole_words import WholeWords, bos_ids
 from fla_harmonic import HarmonicConfig, HarmonicForCausalLM
@@ -283,7 +283,7 @@ def test_command_makes_passages_of_what_nobody_was_trained_on(tmp_path: Path) ->
     made = source_of(Options(data=file))
     assert len(made.texts) == 20
     # the end of Emma, the second of the two
-    emma = " ".join((Path(lambada.__file__).parents[1] / "fla_harmonic" / "assets" / "emma.txt").read_text().split())
+    emma = " ".join((Path(lambada.__file__).parents[2] / "fla_harmonic" / "assets" / "emma.txt").read_text().split())
     assert all(emma.index(text) > 0.85 * len(emma) for text in made.texts)
     assert "not LAMBADA" in source_of(Options(make_from="novels")).name
 

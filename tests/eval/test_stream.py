@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from transformers import MambaConfig, MambaForCausalLM
 
 import eval.scoring.text_pieces
-from eval.growth import LENGTHS, Growth, measure, table
+from eval.scoring.growth import LENGTHS, Growth, measure, table
 from eval.scoring.models import load_recurrent
 from eval.scoring.score import score
 from eval.scoring.text_pieces import TextPieces
