@@ -7,7 +7,7 @@ Every model trains at every length with every seed on exactly the same number of
 data order, optimizer, schedule, clipping and tokenizer: once at a shared learning rate, once at each model's own best of a
 small sweep, which is the same for all and decided on the validation split. All are scored on the same target tokens.
 
-A study that was killed goes on where it stopped. It can be cut: `--part 1/4` runs the first of four parts, in stages
+A study that was killed continues where it stopped. It can be cut: `--part 1/4` runs the first of four parts, in stages
 (`--stages shared sweep`, then `--stages best` once `--merge` has brought the sweep together).
 """
 
