@@ -31,7 +31,7 @@ class WholeWords(HFLM):
         batch_size (int):
             Texts computed at once.
         answers (Path, Optional):
-            File for the answers, from which another instance goes on. Default: none.
+            File for the answers, from which another instance continues. Default: none.
 
     Attributes:
         truncated (int):
