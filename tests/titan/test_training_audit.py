@@ -60,7 +60,8 @@ def test_leak_stops_the_run(
 ) -> None:
     monkeypatch.setenv("LEAK", leak)
     process = start(ranks, tmp_path / "log", options(
-        tmp_path / "run", ranks, 3, "--checkpoint.no_enable", "--audit.interval=1000", "--experimental.custom_import=leaky_flavors", *overrides))
+        tmp_path / "run", ranks, 3, "--checkpoint.no_enable", "--audit.interval=1000",
+        "--experimental.custom_import=leaky_flavors", *overrides))
     assert process.wait(300) != 0
     assert "depend on earlier tokens alone" in (tmp_path / "log").read_text()
 
