@@ -104,7 +104,7 @@ class Timescale(nn.Module):
         size (int):
             Number of channels D.
         timescale (tuple[float, float]):
-            Range of the timescale `tau = 1 / (1 - A)` in tokens.
+            Range of the timescale `tau = 1 / (1 - A)` in tokens, over which the channels spread at initialisation.
         decay_range (tuple[float, float]):
             `(a_min, a_max)`, the range that a gate logit maps to.
     """
@@ -157,23 +157,8 @@ class Timescale(nn.Module):
 
 class HarmonicLevel(nn.Module):
     """
-    One recurrence of the hierarchy: gate and input maps, and the norm of its states; the scan is the layer's.
-
-    Args:
-        input_size (int):
-            Size of the input z.
-        state_size (int):
-            Number of channels D of the state.
-        timescale (tuple[float, float]):
-            Range of the timescale `tau = 1 / (1 - A)` in tokens.
-        timescale_mode (str):
-            `"bounded"`: A stays in the range for every input. `"init"`: A is free in (0, 1) and starts in the range.
-        gate_ratio (int, Optional):
-            Gate and input are MLPs `input_size -> gate_ratio * input_size -> D` with biases. Default: linear maps.
-        gate_rank (int, Optional):
-            Gate and input are maps of this rank. Default: `None`.
-        norm_eps (float):
-            Epsilon of the LayerNorm.
+    One recurrence of the hierarchy: gate and input maps from `[B, T, input_size]` to `[B, T, state_size]`, and the norm of its
+    states; the scan is the layer's. The options are those of `HarmonicAttention`.
     """
 
     def __init__(

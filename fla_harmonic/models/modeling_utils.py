@@ -79,9 +79,6 @@ class FLAModel(modeling_utils.FLAModel):
         inputs_embeds: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple | BaseModelOutputWithPast:
@@ -125,9 +122,7 @@ class FLAModel(modeling_utils.FLAModel):
                 if inputs_embeds is None:
                     inputs_embeds = self.embeddings(input_ids)
                 input_ids, inputs_embeds = None, inputs_embeds.masked_fill(~attention_mask.unsqueeze(-1), 0)
-        return super().forward(
-            input_ids, attention_mask, inputs_embeds, past_key_values, use_cache, output_attentions, output_hidden_states,
-            return_dict, **kwargs)
+        return super().forward(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache, **kwargs)
 
     def check_token_ids(self, input_ids: torch.Tensor) -> None:
         """
@@ -158,11 +153,8 @@ class FLAForCausalLM(modeling_utils.FLAForCausalLM):
         past_key_values: Cache | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
+        # transformers looks for this name before it asks for the last logits alone
         logits_to_keep: int | torch.Tensor | None = 0,
-        num_items_in_batch: int | torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple | CausalLMOutputWithPast:
         """
@@ -187,8 +179,8 @@ class FLAForCausalLM(modeling_utils.FLAForCausalLM):
                 ignore_index = getattr(self.criterion, "ignore_index", -100)
                 labels = labels_within_documents(labels, B, T, attention_mask, cu_seqlens, ignore_index)
         return super().forward(
-            input_ids, attention_mask, inputs_embeds, past_key_values, labels, use_cache, output_attentions,
-            output_hidden_states, return_dict, logits_to_keep, num_items_in_batch, **kwargs)
+            input_ids, attention_mask, inputs_embeds, past_key_values, labels, use_cache, logits_to_keep=logits_to_keep,
+            **kwargs)
 
     def stream(
         self,
@@ -206,7 +198,7 @@ class FLAForCausalLM(modeling_utils.FLAForCausalLM):
             chunk_size (int):
                 Tokens that the model reads at once. Sets speed and memory, and changes no loss beyond rounding. Default: 1024.
             state (StreamState | str | PathLike, Optional):
-                Where to go on: the `state` of another stream, or the file that its `save` wrote. Default: an empty text.
+                Where to continue: the `state` of another stream, or the file that its `save` wrote. Default: an empty text.
 
         Returns:
             HarmonicStream:

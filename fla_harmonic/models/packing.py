@@ -25,10 +25,8 @@ def document_borders(
             Keyword arguments of a model, of which these are read: fla's `cu_seqlens`, and what transformers'
             `DataCollatorWithFlattening` makes: `position_ids` (a document begins where they do not rise), `seq_idx`,
             `cu_seq_lens_q` and `cu_seq_lens_k`, `max_length_q` and `max_length_k`.
-        batch (int):
-            B of the inputs.
-        tokens (int):
-            T of the inputs.
+        batch, tokens (int):
+            B and T of the inputs.
         attention_mask (torch.Tensor, Optional):
             Mask of the inputs. Positions of a padded row number its unmasked tokens. Default: `None`.
         past_tokens (int):
@@ -42,15 +40,11 @@ def document_borders(
         ValueError: for borders that are impossible or contradict one another, and for packed positions in more than one
             row, beside pads or after a cache.
     """
-    position_ids, seq_idx = options.pop("position_ids", None), options.pop("seq_idx", None)
-    for name in ("max_length_q", "max_length_k"):
-        options.pop(name, None)
-
-    found: dict[str, torch.Tensor] = {}
-    for name in ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k"):
-        borders = options.pop(name, None)
-        if borders is not None:
-            found[name] = _checked(name, borders, batch, tokens)
+    given = {name: options.pop(name, None) for name in (
+        "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "seq_idx", "max_length_q", "max_length_k")}
+    position_ids, seq_idx = given["position_ids"], given["seq_idx"]
+    found = {name: _checked(name, given[name], batch, tokens)
+             for name in ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k") if given[name] is not None}
     if seq_idx is not None:
         if tuple(seq_idx.shape) != (1, tokens) or batch != 1:
             raise ValueError(
@@ -124,7 +118,7 @@ def _restarts(
             "order: leave `position_ids` out, or give borders as `cu_seqlens`.")
     if batch != 1 or padded or past_tokens:
         raise ValueError(
-            f"`position_ids` that begin anew mean packed documents, in one row without pads and without a past; got {batch} "
+            f"`position_ids` that begin again mean packed documents, in one row without pads and without a past; got {batch} "
             f"rows, {'' if padded else 'no '}pads and {past_tokens} tokens in the cache. For padded sequences pass "
             "`attention_mask`, for packed ones a single row, for a cached past neither positions nor borders.")
     return restarts[0]
@@ -139,22 +133,10 @@ def labels_within_documents(
     ignore_index: int,
 ) -> torch.Tensor:
     """
-    Labels `[B, T]`, in which no token is the target of another document's token or of a pad, and no pad is a target.
+    The labels `[B, T]`, in which no token is the target of another document's token or of a pad, and no pad is a target.
 
     A loss that moves the labels one to the left then scores each sequence as if it were alone: the target of a token is
     the next unmasked token of its document, however many pads lie between.
-
-    Args:
-        labels (torch.Tensor):
-            Labels of shape `[B, T]`.
-        batch, tokens (int):
-            B and T of the inputs.
-        attention_mask (torch.Tensor, Optional):
-            0/1 mask of shape `[B, S]`, S >= T.
-        cu_seqlens (torch.Tensor, Optional):
-            Borders of packed documents, `[N + 1]`; wins over the mask.
-        ignore_index (int):
-            The label that is not scored.
 
     Raises:
         ValueError: for labels of another shape than the inputs.

@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import json
 import os
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,8 +19,6 @@ from fla_harmonic.layers.harmonic import HarmonicAttention
 from fla_harmonic.models.harmonic.configuration_harmonic import HarmonicConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fla_harmonic.models.harmonic.modeling_harmonic import HarmonicForCausalLM
 
 FORMAT = "fla_harmonic.stream"
@@ -66,19 +63,6 @@ class StreamState:
     nll: float = 0.0
     is_batch: bool | None = None
     metadata: dict[str, str] = field(default_factory=dict)
-
-
-def copy_cache(cache: Cache) -> Cache:
-    """A cache of the same states in memory of their own."""
-    copied = Cache()
-    for index, layer in enumerate(cache):
-        conv = layer["conv_state"]
-        copied.update(
-            layer_idx=index,
-            recurrent_state=tuple(state.clone() for state in layer["recurrent_state"]),
-            conv_state=None if conv is None else conv.clone(),
-            offset=cache.get_seq_length())
-    return copied
 
 
 def fingerprint(model: HarmonicForCausalLM) -> str:
@@ -136,7 +120,7 @@ def load_state(path: str | os.PathLike, model: HarmonicForCausalLM) -> StreamSta
         path (str | PathLike):
             The file.
         model (HarmonicForCausalLM):
-            The model that is to go on.
+            The model that continues.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -149,13 +133,13 @@ def load_state(path: str | os.PathLike, model: HarmonicForCausalLM) -> StreamSta
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}). Stream the text anew.") from error
+        raise ValueError(f"{path} is not a whole safetensors file ({error}). Stream the text again.") from error
     found = (metadata.get("format"), metadata.get("version"))
     if found != (FORMAT, VERSION):
         raise ValueError(
             f"{path}: expected a state of format {FORMAT!r}, version {VERSION}; got format {found[0]!r}, version {found[1]}. "
             "Pass a file that `HarmonicStream.save` of this version wrote.")
-    with _complete(path):
+    try:
         _check_model(path, json.loads(metadata["config"]), metadata["weights"], model)
         rows, length = json.loads(metadata["shape"])
         return StreamState(
@@ -166,14 +150,8 @@ def load_state(path: str | os.PathLike, model: HarmonicForCausalLM) -> StreamSta
             metadata=json.loads(metadata["metadata"]),
             **{name: int(metadata[name]) for name in _COUNTERS},
         )
-
-
-@contextmanager
-def _complete(path: str | os.PathLike) -> Iterator[None]:
-    try:
-        yield
     except KeyError as error:
-        raise ValueError(f"{path}: expected {error} in the state of a stream, found none. Stream the text anew.") from error
+        raise ValueError(f"{path}: expected {error} in the state of a stream, found none. Stream the text again.") from error
 
 
 def _architecture(config: HarmonicConfig) -> dict[str, Any]:
@@ -182,7 +160,7 @@ def _architecture(config: HarmonicConfig) -> dict[str, Any]:
 
 
 def _check_model(path: str | os.PathLike, config: dict[str, Any], weights: str, model: HarmonicForCausalLM) -> None:
-    remedy = "Load the model that wrote the state, or stream the text anew."
+    remedy = "Load the model that wrote the state, or stream the text again."
     # as JSON gives it back: tuples become lists
     own = json.loads(json.dumps(_architecture(model.config)))
     differing = [name for name in {**own, **config} if own.get(name) != config.get(name)]
@@ -210,7 +188,7 @@ def _read(path: str | os.PathLike, tensors: dict[str, torch.Tensor], name: str, 
     if tensors[name].shape != shape:
         raise ValueError(
             f"{path}: expected {name} of shape {shape} in the state of a stream; got {tuple(tensors[name].shape)}. Stream the "
-            "text anew.")
+            "text again.")
     return tensors[name]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from fla.models.cache_utils import Cache
 
 from fla_harmonic.layers.harmonic import HarmonicAttention
-from fla_harmonic.models.stream_state import StreamState, copy_cache, load_state, save_state
+from fla_harmonic.models.stream_state import StreamState, load_state, save_state
 
 if TYPE_CHECKING:
     import os
@@ -34,7 +35,7 @@ class HarmonicStream(Iterator[torch.Tensor]):
     Attributes:
         state (StreamState):
             What has been read, up to the last token taken from the iterable. Never changed in place: it can be kept, and
-            passed to `HarmonicForCausalLM.stream`, to go on from here.
+            passed to `HarmonicForCausalLM.stream`, to continue from here.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class HarmonicStream(Iterator[torch.Tensor]):
 
     def save(self, path: str | os.PathLike, metadata: dict[str, str] | None = None) -> None:
         """
-        Write the state to a safetensors file, from which `HarmonicForCausalLM.stream` goes on, in another process too. An
+        Write the state to a safetensors file, from which `HarmonicForCausalLM.stream` continues, in another process too. An
         interrupted write leaves the file that was there.
 
         Args:
@@ -90,7 +91,7 @@ class HarmonicStream(Iterator[torch.Tensor]):
 
     def prompt(self) -> dict[str, Any]:
         """
-        Arguments with which `generate` goes on after the text: `model.generate(**stream.prompt(), max_new_tokens=100)`. What
+        Arguments with which `generate` continues the text: `model.generate(**stream.prompt(), max_new_tokens=100)`. What
         it returns begins with the few last tokens of the text, `input_ids`.
         """
         ids = self.state.pending.to(self.model.device)
@@ -98,7 +99,7 @@ class HarmonicStream(Iterator[torch.Tensor]):
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         # `generate` takes the ids for what follows the cache if the mask is longer than they are
         mask = ids.new_ones(ids.shape[0], ids.shape[1] + 1)
-        return {"input_ids": ids, "attention_mask": mask, "past_key_values": copy_cache(self.state.cache)}
+        return {"input_ids": ids, "attention_mask": mask, "past_key_values": copy.deepcopy(self.state.cache)}
 
     def _take(self) -> None:
         """Takes tokens until a chunk and its last target are there, or the iterable ends."""
@@ -154,7 +155,7 @@ class HarmonicStream(Iterator[torch.Tensor]):
         # of one shape always: rounding depends on the number of rows that are multiplied at once
         window = F.pad(state.pending[:, : size + 1], (0, max(0, size + 1 - length))).to(self.model.device)
         # a copy: an interrupted or a padded pass leaves the state as it was
-        cache = Cache() if state.cache is None else copy_cache(state.cache)
+        cache = Cache() if state.cache is None else copy.deepcopy(state.cache)
         logits = self.model(window[:, :-1], past_key_values=cache, use_cache=True).logits.float()
         losses = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten(), reduction="none").view(len(window), size)
         stop = size if is_whole else length - 1

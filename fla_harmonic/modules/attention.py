@@ -28,25 +28,8 @@ class Attention(fused.Attention):
     pass. All else is computed here, so that padding and caches of any kind are exact: positions count unmasked tokens
     alone, and the cache holds, beside keys and values, the position of each (-1 for a pad).
 
-    Args:
-        hidden_size (int):
-            Size of inputs and outputs. Default: 2048.
-        num_heads (int):
-            Number of heads; their size must be even. Default: 32.
-        num_kv_heads (int, Optional):
-            Number of key and value heads, a divisor of `num_heads`. Default: `num_heads`.
-        qkv_bias (bool):
-            Whether the input projections have biases. Default: `False`.
-        qk_norm (bool):
-            Whether queries and keys are normalised per head. Default: `False`.
-        window_size (int, Optional):
-            A token sees itself and the `window_size - 1` tokens before it. Default: all before it.
-        rope_theta (float):
-            Base of the rotary frequencies. Default: 10000.
-        max_position_embeddings (int, Optional):
-            Size of flash-attn's first rotary tables; no limit. Default: `None`.
-        layer_idx (int, Optional):
-            Index of the layer; required with a cache. Default: `None`.
+    The options are fla's; `num_kv_heads` divides `num_heads`, heads have an even size, and with `window_size` a token sees
+    itself and the `window_size - 1` tokens before it.
 
     Raises:
         ValueError: for sizes that do not divide, naming the field.
@@ -104,26 +87,8 @@ class Attention(fused.Attention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None, Cache | None]:
         """
-        Args:
-            hidden_states (torch.Tensor):
-                Inputs of shape `[B, T, hidden_size]`.
-            attention_mask (torch.Tensor, Optional):
-                0/1 mask of shape `[B, S]`, S >= T, whose last T columns belong to the inputs: nobody sees masked tokens and
-                their outputs are zero. `cu_seqlens` wins over it. Default: `None`.
-            past_key_values (Cache, Optional):
-                fla's cache, which is extended; it knows the pads of the past. Default: `None`.
-            output_attentions, use_cache:
-                Accepted as in every fla layer; a given cache is always updated, and there are no attentions.
-            cu_seqlens (torch.Tensor, Optional):
-                In `kwargs`: borders of packed documents, `[N + 1]`, B = 1, without a cache.
-
-        Returns:
-            o (torch.Tensor):
-                Outputs of shape `[B, T, hidden_size]`.
-            None:
-                No attentions.
-            past_key_values (Cache | None):
-                The cache.
+        fla's arguments. Nobody sees the tokens that the mask `[B, S]`, S >= T, leaves out, and their outputs are zero; the
+        borders `cu_seqlens` in `kwargs`, `[N + 1]` with B = 1, win over it. A given cache is extended, and knows its pads.
 
         Raises:
             ValueError: for a wrong mask or borders, packed documents with a cache, or a cache without `layer_idx`.

@@ -5,11 +5,13 @@ import torch
 from small_models import model, tokens
 
 
-@pytest.mark.parametrize("preset", ["paper", "stack"])
-def test_training_step_is_one_graph_with_the_gradients_of_eager(preset: str) -> None:
-    lm = model(preset).train()
+@pytest.mark.parametrize(("preset", "backend"), [
     # graphs of the forward and backward pass without generated code, which takes minutes
-    compiled = torch.compile(lm, fullgraph=True, backend="aot_eager")
+    ("paper", "aot_eager"), ("stack", "aot_eager"), pytest.param("paper", "inductor", marks=pytest.mark.slow),
+])
+def test_training_step_is_one_graph_with_the_gradients_of_eager(preset: str, backend: str) -> None:
+    lm = model(preset).train()
+    compiled = torch.compile(lm, fullgraph=True, backend=backend)
     # at the second length torch compiles for lengths that may change
     for length in (40, 33):
         x = tokens(2, length)

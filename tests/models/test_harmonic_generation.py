@@ -195,7 +195,7 @@ def test_a_cache_of_other_rows_is_refused(net: Net) -> None:
 
 
 @presets
-def test_a_reset_cache_begins_anew(preset: str) -> None:
+def test_a_reset_cache_begins_again(preset: str) -> None:
     lm, x = model(preset), tokens(2, 9)
     expected = lm(x, use_cache=True)
     cache = lm(tokens(2, 20), use_cache=True).cache

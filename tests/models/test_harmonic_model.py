@@ -285,16 +285,6 @@ def test_double_precision_is_not_narrowed() -> None:
         lambda e: lm(inputs_embeds=e, use_cache=False).logits, embeddings, fast_mode=True, atol=1e-7)
 
 
-@pytest.mark.processes
-@pytest.mark.slow
-def test_compiled_model_equals_eager() -> None:
-    lm, x = model("paper"), tokens(2, 40)
-    with torch.no_grad():
-        expected = lm(x, use_cache=False).logits
-        actual = torch.compile(lm.model)(x, use_cache=False)[0] @ lm.lm_head.weight.T
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_generation_continues_from_a_cache() -> None:
     model = HarmonicForCausalLM(HarmonicConfig(hidden_size=16, num_hidden_layers=2, vocab_size=50)).eval()
     prompt = torch.randint(50, (2, 9))

@@ -158,7 +158,7 @@ def test_packing_more_than_one_row_is_refused() -> None:
     for name in ("cu_seqlens", "cu_seq_lens_q"):
         with pytest.raises(ValueError, match=f"`{name}` needs a batch of 1; got 2"):
             lm(x, **{name: torch.tensor([0, 4, 9])})
-    with pytest.raises(ValueError, match=r"begin anew mean packed documents, .* got 2 rows, no pads and 0 tokens"):
+    with pytest.raises(ValueError, match=r"begin again mean packed documents, .* got 2 rows, no pads and 0 tokens"):
         lm(x, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]))
 
 
