@@ -7,7 +7,8 @@ from small_models import model, tokens
 
 @pytest.mark.parametrize(("preset", "backend"), [
     # graphs of the forward and backward pass without generated code, which takes minutes
-    ("paper", "aot_eager"), ("stack", "aot_eager"), pytest.param("paper", "inductor", marks=pytest.mark.slow),
+    ("paper", "aot_eager"), ("stack", "aot_eager"),
+    pytest.param("paper", "inductor", marks=[pytest.mark.slow, pytest.mark.processes]),
 ])
 def test_training_step_is_one_graph_with_the_gradients_of_eager(preset: str, backend: str) -> None:
     lm = model(preset).train()
