@@ -149,9 +149,7 @@ def private_names() -> set[str]:
     return found
 
 
-# what is still to be moved; each set is what the source shows, no more and no less
-KNOWN_ARROWS: set[str] = set()
-KNOWN_CIRCLES: set[str] = set()
+# still to be renamed: what the source shows, no more and no less
 KNOWN_PRIVATE_NAMES: set[str] = {
     "fla_harmonic.ops.mamba.numba_loops -> fla_harmonic.ops.harmonic.numba_scan _clamp",
     "fla_harmonic.ops.mamba.numba_loops -> fla_harmonic.ops.harmonic.numba_scan _compile",
@@ -166,11 +164,11 @@ def test_every_module_is_in_a_room_of_the_table() -> None:
 
 
 def test_imports_go_along_the_arrows() -> None:
-    assert wrong_arrows() == KNOWN_ARROWS
+    assert not wrong_arrows()
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    assert circles() == KNOWN_CIRCLES
+    assert not circles()
 
 
 def test_private_names_stay_in_their_package() -> None:

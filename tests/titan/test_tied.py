@@ -144,6 +144,7 @@ def test_two_shards_train_like_one_rank(family: str, options: list[str], tmp_pat
     test_train.check_same(test_train.train(family, tmp_path / "shards", 2, 5, *tied, *options), single, rel=1e-6)
 
 
+@pytest.mark.processes
 def test_flops_of_an_unknown_device_are_not_those_of_an_a100(monkeypatch: pytest.MonkeyPatch) -> None:
     peak = torchtitan.tools.utils.get_peak_flops
     monkeypatch.setattr(torchtitan.tools.utils, "device_type", "cuda")
