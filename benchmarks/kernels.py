@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from eval.tables import markdown
-from fla_harmonic.ops.harmonic import triton_scan
+from fla_harmonic.ops.harmonic import chunk, fused_recurrent
 
 # pointer arguments by name: "T" has the dtype of the logits
 POINTERS = {
@@ -73,12 +73,12 @@ def compile_kernel(name: str, arch: int, dtype: str, harmonic: bool = True) -> U
     Raises:
         RuntimeError: the assembler refuses the kernel or does not say what it uses.
     """
-    kernel = getattr(triton_scan, name)
+    kernel = getattr(fused_recurrent if name.startswith("recurrent") else chunk, name)
     # None: without a mask
     constants: dict[str, int | None] = dict(
-        IS_HARMONIC=harmonic, HAS_MASK=False, kept=None, CHUNK=triton_scan.CHUNK, TILE=triton_scan.TILE, BD=64)
+        IS_HARMONIC=harmonic, HAS_MASK=False, kept=None, CHUNK=chunk.CHUNK, TILE=chunk.TILE, BD=64)
     if name == "carry_kernel":
-        constants = dict(REVERSE=False, TILE=triton_scan.CHUNK_TILE, BD=32)
+        constants = dict(REVERSE=False, TILE=chunk.CHUNK_TILE, BD=32)
     constexprs = {argument: constants[argument] for argument in kernel.arg_names if argument in constants}
     signature = {
         argument: "constexpr" if argument in constants
@@ -89,7 +89,7 @@ def compile_kernel(name: str, arch: int, dtype: str, harmonic: bool = True) -> U
     attrs = {(index,): aligned for index, argument in enumerate(kernel.arg_names)
              if signature[argument].startswith("*") or argument == "D"}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": triton_scan.NUM_WARPS})
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": fused_recurrent.NUM_WARPS})
     return _assemble(compiled.asm["ptx"], compiled.metadata.shared)
 
 
@@ -115,7 +115,7 @@ def _assemble(ptx: str, shared: int) -> Usage:
 def main(options: Options) -> None:
     B, T, D = options.size
     item = {"bf16": 2, "fp16": 2, "fp32": 4}[options.dtype]
-    print(f"{options.dtype}, chunk {triton_scan.CHUNK}, tile {triton_scan.TILE} x 64, {triton_scan.NUM_WARPS} warps; "
+    print(f"{options.dtype}, chunk {chunk.CHUNK}, tile {chunk.TILE} x 64, {fused_recurrent.NUM_WARPS} warps; "
           f"time at {options.bandwidth} TB/s for {options.size}: by design, not measured")
     rows = []
     for name, tensors in KERNELS.items():

@@ -22,8 +22,13 @@ import torch
 import tyro
 
 from eval.tables import markdown, save
-from fla_harmonic.ops.harmonic import chunk_harmonic, linear_scan, naive_linear_scan, naive_recurrent_harmonic
-from fla_harmonic.ops.harmonic.chunk import usable_backends
+from fla_harmonic.ops.harmonic import (
+    chunk_harmonic,
+    linear_scan,
+    naive_linear_scan,
+    naive_recurrent_harmonic,
+    usable_backends,
+)
 
 DECAY_RANGE = (0.9, 0.999)
 FORWARD, BOTH = "forward", "forward + backward"

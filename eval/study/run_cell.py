@@ -19,7 +19,7 @@ from eval.scoring.models import load
 from eval.scoring.score import score
 from eval.study.cells import ONE_PROCESS, Cell, curve
 from fla_harmonic.models.mamba.modeling_mamba import HAS_MAMBA_KERNELS
-from fla_harmonic.ops.harmonic.chunk import usable_backends
+from fla_harmonic.ops.harmonic import usable_backends
 from fla_harmonic.ops.mamba.selective_scan import HAS_LOOPS
 from fla_harmonic.text import load_split
 from fla_harmonic.titan.components.tokenizer import build_tokenizer

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from fla_harmonic.modules import padding_mask
-from fla_harmonic.ops.harmonic.scan_op import check_cu_seqlens
+from fla_harmonic.ops.harmonic.op import check_cu_seqlens
 
 
 def document_borders(

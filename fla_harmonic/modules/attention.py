@@ -13,7 +13,7 @@ from fla.modules import RotaryEmbedding
 
 from fla_harmonic.modules.norm import RMSNorm
 from fla_harmonic.modules.padding import padding_mask
-from fla_harmonic.ops.harmonic.scan_op import check_cu_seqlens
+from fla_harmonic.ops.harmonic.op import check_cu_seqlens
 
 if TYPE_CHECKING:
     from fla.models.cache_utils import Cache

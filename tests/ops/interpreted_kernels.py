@@ -21,7 +21,8 @@ from fla.ops.hgrn import chunk, fused_recurrent
 from scans import FLOAT32_BOUND, SCANS, Problem, assert_equals_oracle, outputs_and_gradients, relative_error
 
 from fla_harmonic.modules import GatedMLP, RMSNorm, ShortConvolution
-from fla_harmonic.ops.harmonic import chunk_harmonic, triton_scan
+from fla_harmonic.ops.harmonic import chunk as kernels
+from fla_harmonic.ops.harmonic import chunk_harmonic
 
 
 def tensor_range(*bounds: Any) -> Iterator[tl.tensor]:
@@ -41,7 +42,7 @@ def _interpretable() -> None:
                     kernel.configs = kernel.configs[:1]
                 kernel = kernel.fn
     # small chunks, so that short inputs have several, and several tiles of them
-    triton_scan.CHUNK, triton_scan.TILE, triton_scan.CHUNK_TILE = 16, 8, 4
+    kernels.CHUNK, kernels.TILE, kernels.CHUNK_TILE = 16, 8, 4
 
 
 BACKENDS = ("fla", "triton")

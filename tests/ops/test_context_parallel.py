@@ -137,7 +137,7 @@ def test_the_operators_are_what_they_tell_torch(alone: dist.ProcessGroup) -> Non
     ids = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 2, 2]])
     for context, cu_seqlens in (build_cp_context(alone), build_cp_context(alone, ids, 6)):
         shape = (2, 6, 3) if cu_seqlens is None else (1, 12, 3)
-        options = (cu_seqlens, *context[3:], 0.5, 0.9, "torch", *context[:3])
+        options = (cu_seqlens, *context[3:], [0.5, 0.9], "torch", *context[:3])
         torch.library.opcheck(
             torch.ops.fla_harmonic.cp_harmonic_scan, (u.detach().view(shape), v.detach().view(shape), *options),
             test_utils=("test_schema", "test_faketensor"))

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from fla_harmonic.ops.harmonic import chunk, chunk_harmonic, fused_recurrent_harmonic, linear_scan, scan_op
+from fla_harmonic.ops.harmonic import backends, chunk_harmonic, fused_recurrent_harmonic, linear_scan
 
 
 def logits(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -62,9 +62,8 @@ def test_impossible_decay_range(decay_range: Any) -> None:
 def test_missing_numba_is_named_and_the_default_runs_without_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(scan_op, "HAS_NUMBA", False)
-    monkeypatch.setattr(scan_op, "NO_NUMBA", "No module named 'numba'")
-    monkeypatch.setattr(chunk, "_warned", False)
+    monkeypatch.setattr(backends, "NO_NUMBA", "No module named 'numba'")
+    backends.warn_slow_path.cache_clear()
     u, v = torch.randn(2, 1, 4, 2)
     with pytest.raises(ValueError, match="'numba' cannot scan"):
         linear_scan(u, v, backend="numba")

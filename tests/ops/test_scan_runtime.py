@@ -8,7 +8,7 @@ from hypothesis import given
 from scans import BACKENDS, FLOAT32_BOUND, SCANS, Problem, outputs_and_gradients, problems, relative_error
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fla_harmonic.ops.harmonic import chunk_harmonic, linear_scan, scan_op
+from fla_harmonic.ops.harmonic import chunk_harmonic, linear_scan, op
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
 scans = pytest.mark.parametrize("name", SCANS)
@@ -168,8 +168,8 @@ def test_operators_keep_the_contract_of_torch_library(backend: str, borders: tup
     cu_seqlens = None if borders is None else torch.tensor(borders)
     first, second = -torch.rand(1, 9, 5, requires_grad=True), torch.randn(1, 9, 5, requires_grad=True)
     state = torch.randn(1 if borders is None else 3, 5, requires_grad=True)
-    torch.library.opcheck(scan_op.harmonic_scan, (first, second, state, cu_seqlens, None, 0.5, 0.9, backend, False))
-    torch.library.opcheck(scan_op.linear_scan, (first, second, state, cu_seqlens, None, backend, False))
+    torch.library.opcheck(op.harmonic_scan, (first, second, state, cu_seqlens, None, [0.5, 0.9], backend, False))
+    torch.library.opcheck(op.bare_scan, (first, second, state, cu_seqlens, None, None, backend, False))
 
 
 def block(u: torch.Tensor, v: torch.Tensor, state: torch.Tensor, backend: str) -> torch.Tensor:
@@ -183,9 +183,8 @@ def test_activation_checkpointing_changes_no_gradient(
     backend: str, saved: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = []
-    harmonic_gates, forward = scan_op.harmonic_gates, scan_op.numba_scan.forward
-    monkeypatch.setattr(scan_op, "harmonic_gates", lambda *args: calls.append("torch") or harmonic_gates(*args))
-    monkeypatch.setattr(scan_op.numba_scan, "forward", lambda *args: calls.append("numba") or forward(*args))
+    own = op.BACKENDS[backend]
+    monkeypatch.setitem(op.BACKENDS, backend, own._replace(forward=lambda *args: calls.append(backend) or own.forward(*args)))
 
     def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = op is torch.ops.fla_harmonic.harmonic_scan.default
@@ -197,8 +196,8 @@ def test_activation_checkpointing_changes_no_gradient(
     calls.clear()
     loss = checkpoint(block, *inputs, backend, use_reentrant=False, **options)
     assert all(map(torch.equal, torch.autograd.grad(loss, inputs), expected))
-    # a saved scan is not run again; the backward of "torch" computes the gates once more, whatever is saved
-    assert len(calls) == (1 if saved else 2) + (backend == "torch")
+    # a saved scan is not run again
+    assert len(calls) == (1 if saved else 2)
 
 
 @backends

@@ -1,11 +1,15 @@
+import sys
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fla_harmonic.ops.mamba import causal_conv, selective_scan
-from fla_harmonic.ops.mamba.causal_conv import causal_conv_silu
-from fla_harmonic.ops.mamba.selective_scan import fused_selective_scan
+from fla_harmonic.ops.mamba import causal_conv_silu, naive_selective_scan, selective_scan
+from fla_harmonic.ops.mamba.causal_conv import causal_conv_op
+from fla_harmonic.ops.mamba.selective_scan import selective_scan_op
+from fla_harmonic.ops.mamba.torch_scan import chunked_selective_scan
 
 NAMES = ("x", "v", "A", "B", "C", "D", "z")
 # widths below, at and above a task's channels
@@ -17,14 +21,6 @@ def inputs(batch: int, T: int, D: int, N: int) -> list[torch.Tensor]:
     both, parts = torch.randn(batch, T, 2 * D), torch.randn(batch, T, 4 + 2 * N)
     v, A, skip = torch.randn(batch, T, D) - 3, -torch.rand(D, N) * N, torch.randn(D)
     return [torch.randn(batch, T, D), v, A, parts[..., 4:4 + N], parts[..., 4 + N:], skip, both[..., D:]]
-
-
-def plain_scan(x, v, A, B, C, D, z):
-    dt, h, outputs = F.softplus(v), x.new_zeros(len(x), *A.shape), []
-    for t in range(x.shape[1]):
-        h = torch.exp(dt[:, t, :, None] * A) * h + (dt[:, t] * x[:, t])[..., None] * B[:, t, None]
-        outputs.append((h * C[:, t, None]).sum(-1))
-    return (torch.stack(outputs, 1) + D * x) * F.silu(z)
 
 
 def run(scan, tensors, dtype=torch.float32):
@@ -43,12 +39,22 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, name: str, bound:
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "B{}-T{}-D{}-N{}".format(*s))
 def test_values_and_gradients_equal_a_float64_loop(shape: tuple[int, ...], poisoned_memory: None) -> None:
     tensors = inputs(*shape)
-    expected, expected_grads = run(plain_scan, tensors, torch.float64)
-    y, grads = run(fused_selective_scan, tensors)
+    expected, expected_grads = run(naive_selective_scan, tensors, torch.float64)
+    y, grads = run(selective_scan, tensors)
     assert_close(y, expected, "y")
     for name, grad, expected_grad in zip(NAMES, grads, expected_grads, strict=True):
         # A, and every gradient through the decay of a first state of zero, has none at one token
         assert expected_grad.abs().max() > 0 or shape[1] == 1, name
+        assert_close(grad, expected_grad, name)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, 1000])
+def test_chunks_do_not_change_the_scan(chunk_size: int) -> None:
+    tensors = inputs(2, 130, 6, 3)
+    expected, expected_grads = run(naive_selective_scan, tensors, torch.float64)
+    y, grads = run(partial(chunked_selective_scan, chunk_size=chunk_size), tensors)
+    assert_close(y, expected, "y")
+    for name, grad, expected_grad in zip(NAMES, grads, expected_grads, strict=True):
         assert_close(grad, expected_grad, name)
 
 
@@ -58,9 +64,9 @@ def test_views_are_read_as_they_are() -> None:
     def scan_views(*leaves: torch.Tensor) -> torch.Tensor:
         views = [F.pad(w, (1, 1))[..., 1:-1] for w in leaves]
         assert not any(w.is_contiguous() for w in views if w.dim() > 1)
-        return fused_selective_scan(*views)
+        return selective_scan(*views)
 
-    y, grads = run(fused_selective_scan, [w.contiguous() for w in tensors])
+    y, grads = run(selective_scan, [w.contiguous() for w in tensors])
     y_of_views, grads_of_views = run(scan_views, tensors)
     assert torch.equal(y, y_of_views)
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_of_views, strict=True))
@@ -70,9 +76,9 @@ def test_views_are_read_as_they_are() -> None:
 def test_runs_and_threads_agree_bit_for_bit(count: int, threads: None) -> None:
     tensors, weight, bias = inputs(2, 70, 300, 4), torch.randn(300, 4), torch.randn(300)
     torch.set_num_threads(1)
-    expected = [run(fused_selective_scan, tensors), run(causal_conv_silu, [tensors[0], weight, bias])]
+    expected = [run(selective_scan, tensors), run(causal_conv_silu, [tensors[0], weight, bias])]
     torch.set_num_threads(count)
-    actual = [run(fused_selective_scan, tensors), run(causal_conv_silu, [tensors[0], weight, bias])]
+    actual = [run(selective_scan, tensors), run(causal_conv_silu, [tensors[0], weight, bias])]
     for (y, grads), (z, others) in zip(expected, actual, strict=True):
         assert torch.equal(y, z)
         assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
@@ -84,8 +90,8 @@ def test_extreme_steps_and_gates() -> None:
     tensors[1] = extreme.repeat(1, 64, 3)
     tensors[6] = extreme.roll(3).repeat(1, 64, 3)
     tensors[6][:, 1::2] *= -1
-    expected, expected_grads = run(plain_scan, tensors, torch.float64)
-    y, grads = run(fused_selective_scan, tensors)
+    expected, expected_grads = run(naive_selective_scan, tensors, torch.float64)
+    y, grads = run(selective_scan, tensors)
     assert_close(y, expected, "y")
     for name, grad, expected_grad in zip(NAMES, grads, expected_grads, strict=True):
         assert grad.isfinite().all(), name
@@ -96,7 +102,7 @@ def test_small_steps_keep_their_precision() -> None:
     # the step as it is the output: h = dt from the first token, nothing decays
     v = torch.linspace(-80, 30, 1101).view(1, 1, -1)
     one = torch.ones(1, 1, 1)
-    y = fused_selective_scan(torch.ones_like(v), v, torch.zeros(v.shape[2], 1), one, one, torch.zeros(v.shape[2]),
+    y = selective_scan(torch.ones_like(v), v, torch.zeros(v.shape[2], 1), one, one, torch.zeros(v.shape[2]),
                              torch.full_like(v, 50))
     expected = F.softplus(v.double(), threshold=1000) * 50
     np.testing.assert_allclose(y.numpy(), expected.numpy(), rtol=4e-7)
@@ -107,14 +113,14 @@ def test_a_slow_timescale_does_not_vanish() -> None:
     T, dt = 20000, 1e-4
     x, v = torch.ones(1, T, 1), torch.full((1, T, 1), float(np.log(np.expm1(dt))))
     rate = torch.tensor([[np.log(0.9999) / dt]], dtype=torch.float32)
-    y = fused_selective_scan(x, v, rate, x, x, torch.zeros(1), torch.full_like(x, 50))
+    y = selective_scan(x, v, rate, x, x, torch.zeros(1), torch.full_like(x, 50))
     assert abs(y[0, -1, 0].item() / 50 - 0.8647) < 1e-3
 
 
 @pytest.mark.parametrize(("batch", "T", "D"), [(2, 0, 8), (0, 5, 8)], ids=["no-tokens", "no-rows"])
 def test_nothing_gives_nothing(batch: int, T: int, D: int) -> None:
     tensors = inputs(batch, T, D, 3)
-    y, grads = run(fused_selective_scan, tensors)
+    y, grads = run(selective_scan, tensors)
     assert y.shape == (batch, T, D)
     assert all(g.shape == w.shape and not g.any() for g, w in zip(grads, tensors, strict=True))
     y, grads = run(causal_conv_silu, [tensors[0], torch.randn(D, 4)])
@@ -143,15 +149,15 @@ def test_parameters_stay_resizable(D: int, N: int, K: int) -> None:
     # FSDP frees and fills the storage of gathered parameters
     tensors, weight, bias = inputs(1, 9, D, N), torch.randn(D, K), torch.randn(D)
     parameters = [tensors[2].requires_grad_(), tensors[5].requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
-    fused_selective_scan(causal_conv_silu(tensors[0], weight, bias), *tensors[1:]).sum().backward()
+    selective_scan(causal_conv_silu(tensors[0], weight, bias), *tensors[1:]).sum().backward()
     for parameter in parameters:
         assert parameter.untyped_storage().resizable()
 
 
 def test_operators_keep_the_rules_of_torch() -> None:
     tensors = [w.detach().requires_grad_() for w in inputs(2, 33, 6, 3)]
-    torch.library.opcheck(selective_scan.selective_scan_op, tensors)
-    torch.library.opcheck(causal_conv.causal_conv_op, [tensors[0], torch.randn(6, 4).requires_grad_(), tensors[5]])
+    torch.library.opcheck(selective_scan_op, tensors)
+    torch.library.opcheck(causal_conv_op, [tensors[0], torch.randn(6, 4).requires_grad_(), tensors[5]])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -159,7 +165,7 @@ def test_a_wrong_shape_is_refused(name: str) -> None:
     tensors = dict(zip(NAMES, inputs(2, 9, 6, 3), strict=True))
     tensors[name] = tensors[name][..., :-1]
     with pytest.raises(ValueError, match=r"expected `\w+` of shape .* but got .* Remedy"):
-        fused_selective_scan(**tensors)
+        selective_scan(**tensors)
 
 
 @pytest.mark.parametrize(
@@ -171,10 +177,10 @@ def test_a_wrong_shape_of_the_convolution_is_refused(weight: tuple[int, ...], bi
         causal_conv_silu(torch.randn(1, 9, 6), torch.randn(weight), torch.randn(bias))
 
 
-def test_missing_numba_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selective_scan, "loops", None)
-    monkeypatch.setattr(causal_conv, "loops", None)
-    with pytest.raises(RuntimeError, match="pip install numba"):
-        fused_selective_scan(*inputs(1, 2, 3, 2))
-    with pytest.raises(RuntimeError, match="pip install numba"):
-        causal_conv_silu(torch.randn(1, 2, 3), torch.randn(3, 4))
+def test_without_numba_torch_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, weight = inputs(1, 9, 3, 2), torch.randn(3, 4)
+    expected = selective_scan(*tensors), causal_conv_silu(tensors[0], weight)
+    monkeypatch.setattr(sys.modules[selective_scan.__module__], "HAS_LOOPS", False)
+    torch.testing.assert_close((selective_scan(*tensors), causal_conv_silu(tensors[0], weight)), expected)
+    with pytest.raises(ValueError, match=r"one of .'torch'.*got 'numba'.*pip install numba"):
+        selective_scan(*tensors, backend="numba")

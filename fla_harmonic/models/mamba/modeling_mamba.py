@@ -1,10 +1,6 @@
 """
-The Mamba baseline: transformers' `MambaForCausalLM`, whose selective scan runs on own loops where mamba-ssm's kernels
-cannot: on the CPU on `fused_selective_scan`, elsewhere and without numba on `linear_scan`.
-
-transformers' own torch path walks the tokens one by one over tensors of `[B, D, T, N]`, which none of these ever has. For
-`linear_scan` a chunk of tokens that fits the cache is scanned at a time, the chunks are chained by their states, and the
-backward pass computes a chunk anew. The values and gradients are the same.
+The Mamba baseline: transformers' `MambaForCausalLM` on `ops.mamba` wherever mamba-ssm's kernels cannot run. transformers'
+own torch path walks the tokens one by one over tensors of `[B, D, T, N]`; the values and gradients are the same.
 """
 
 import os
@@ -13,19 +9,11 @@ from typing import TypeVar
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import MambaConfig, MambaForCausalLM
 from transformers.cache_utils import Cache
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
-from fla_harmonic.ops.harmonic import linear_scan
-from fla_harmonic.ops.mamba.causal_conv import causal_conv_silu
-from fla_harmonic.ops.mamba.selective_scan import HAS_LOOPS, fused_selective_scan
-
-# bytes of one [B, tokens, D N] tensor of a chunk: on a CPU what its caches hold, elsewhere what keeps the device busy
-_CHUNK_BYTES = {"cpu": 2 << 20}
-_CHUNK_BYTES_ELSEWHERE = 256 << 20
-_MIN_CHUNK = 16
+from fla_harmonic.ops.mamba import causal_conv_silu, selective_scan
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -46,7 +34,7 @@ HAS_MAMBA_KERNELS = _has_kernels()
 
 class LinearScanMambaMixer(MambaMixer):
     """
-    `MambaMixer` on `fused_selective_scan` or `linear_scan`; the same parameters, values and gradients.
+    `MambaMixer` on `ops.mamba`: the same parameters, values and gradients.
 
     With a cache, or with mamba-ssm's kernels on their device, the parent's forward runs: pass `use_cache=False` to a
     model in evaluation that needs no cache.
@@ -80,8 +68,7 @@ class LinearScanMambaMixer(MambaMixer):
             hidden_states = hidden_states * mask
         x, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
 
-        is_fused = HAS_LOOPS and x.device.type == "cpu" and x.dtype != torch.float64
-        if is_fused and self.activation in ("silu", "swish"):
+        if self.activation in ("silu", "swish"):
             x = causal_conv_silu(x, self.conv1d.weight.squeeze(1), self.conv1d.bias)
         else:
             x = self.act(self.conv1d(x.transpose(1, 2))[..., :T]).transpose(1, 2)
@@ -91,73 +78,8 @@ class LinearScanMambaMixer(MambaMixer):
         # the step is fp32 from here on: long timescales are small differences of it
         with torch.autocast(x.device.type, enabled=False):
             v = F.linear(dt.float(), self.dt_proj.weight.float(), self.dt_proj.bias.float())
-            A = -torch.exp(self.A_log.float())
-            if is_fused:
-                y = fused_selective_scan(x, v, A, B, C, self.D, gate)
-            else:
-                y = selective_scan(x.float(), F.softplus(v), A, B.float(), C.float())
-                y = (y + x.float() * self.D.float()) * F.silu(gate.float())
+            y = selective_scan(x, v, -torch.exp(self.A_log.float()), B, C, self.D, gate)
         return self.out_proj(y.to(dtype))
-
-
-def selective_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    chunk_size: int | None = None,
-) -> torch.Tensor:
-    """
-    Mamba's scan `h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t`, `y_t = C_t h_t`, in chunks chained by their states.
-
-    Args:
-        x (torch.Tensor):
-            Inputs of shape `[batch, T, D]`, fp32.
-        dt (torch.Tensor):
-            Positive steps of shape `[batch, T, D]`.
-        A (torch.Tensor):
-            Negative rates of shape `[D, N]`.
-        B (torch.Tensor):
-            Input weights of shape `[batch, T, N]`.
-        C (torch.Tensor):
-            Output weights of shape `[batch, T, N]`.
-        chunk_size (int, Optional):
-            Tokens of a chunk. Default: what fits the device's cache.
-
-    Returns:
-        Outputs of shape `[batch, T, D]`.
-    """
-    batch, _T, _D = x.shape
-    if chunk_size is None:
-        budget = _CHUNK_BYTES.get(x.device.type, _CHUNK_BYTES_ELSEWHERE)
-        chunk_size = max(_MIN_CHUNK, budget // (4 * batch * A.numel()))
-    # channels go last: they are contiguous in every product, sum and scan below
-    A = A.t().contiguous()
-    state: torch.Tensor | None = None
-    outputs = []
-    for inputs in zip(*(z.split(chunk_size, dim=1) for z in (dt, dt * x, B, C)), strict=True):
-        if torch.is_grad_enabled():
-            y, state = checkpoint(_scan_chunk, state, A, *inputs, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y, state = _scan_chunk(state, A, *inputs)
-        outputs.append(y)
-    return torch.cat(outputs, dim=1) if outputs else torch.zeros_like(x)
-
-
-def _scan_chunk(
-    state: torch.Tensor | None,
-    A: torch.Tensor,
-    dt: torch.Tensor,
-    dx: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    g = dt.unsqueeze(2) * A
-    # outer products and contractions over N as matrix products: so are their gradients, without temporaries
-    x = B.unsqueeze(3) @ dx.unsqueeze(2)
-    h, state = linear_scan(g.flatten(2), x.flatten(2), initial_state=state, output_final_state=True)
-    return (C.unsqueeze(2) @ h.unflatten(2, A.shape)).squeeze(2), state
 
 
 def use_linear_scan(model: Model) -> Model:
@@ -179,7 +101,7 @@ def use_linear_scan(model: Model) -> Model:
 
 def load_mamba(directory: str | os.PathLike) -> MambaForCausalLM:
     """
-    A saved `MambaForCausalLM`, in evaluation mode, on `linear_scan` where mamba-ssm's kernels cannot run.
+    A saved `MambaForCausalLM`, in evaluation mode, on `ops.mamba` where mamba-ssm's kernels cannot run.
 
     Once fla is imported, as it is here, `AutoModelForCausalLM` takes every "mamba" for fla's own class of this name.
     """
@@ -187,5 +109,5 @@ def load_mamba(directory: str | os.PathLike) -> MambaForCausalLM:
 
 
 def build_mamba(config: MambaConfig) -> MambaForCausalLM:
-    """transformers' `MambaForCausalLM`, initialised by itself, on `linear_scan` where mamba-ssm's kernels cannot run."""
+    """transformers' `MambaForCausalLM`, initialised by itself, on `ops.mamba` where mamba-ssm's kernels cannot run."""
     return use_linear_scan(MambaForCausalLM(config))

@@ -1,17 +1,358 @@
-"""The public scans: validation and choice of backend."""
+"""
+The scans as fused Triton kernels, parallel over chunks of the sequence.
 
-import logging
-import math
+Tokens come flattened, `[tokens, D]`. A step is an affine map `h -> (1 - c) h + x` and maps compose, so that (1) a pass
+over all chunks at once gives each chunk's map, (2) a scan over the chunks' maps gives the state that enters each, and
+(3) a pass over all chunks at once writes the states. Batch rows and packed documents are one case: the first token of a
+sequence has c = 1 and takes in the sequence's initial state, so nothing crosses it and chunks need not respect it.
+
+Gates are computed from the logits inside the kernels: with two-byte logits the forward pass moves 10 bytes an element
+(both logits twice, the state once) and the backward pass 16 (gate logits and incoming gradient twice, input logits and
+states once, two gradients). Maps carry `c = 1 - decay`, which keeps its bits where the decay is near 1.
+
+Sums are ordered by the program, never by the scheduler: equal inputs give equal bits.
+"""
+
 import os
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
+from fla.utils import input_guard
 
-from fla_harmonic.ops.harmonic import scan_op
+from fla_harmonic.ops.harmonic.fused_recurrent import (
+    NUM_WARPS,
+    fused_recurrent_bwd,
+    fused_recurrent_fwd,
+    gate_range,
+    kernel_options,
+    load_gates,
+)
+from fla_harmonic.ops.harmonic.op import BACKENDS, Backend, harmonic
 
-logger = logging.getLogger(__name__)
+# tokens of a chunk, of a tile that is scanned in registers, and of a tile of chunks
+CHUNK = 256
+TILE = 32
+CHUNK_TILE = 32
 
-BACKENDS = ("torch", "numba", "fla", "triton")
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+@triton.jit
+def _compose(c_first, x_first, c_second, x_second):
+    """The map `h -> (1 - c) h + x` of the first step followed by the second."""
+    c = c_first + c_second - c_first * c_second
+    # a step that forgets stays one to the last bit
+    c = tl.where((c_first == 1.0) | (c_second == 1.0), 1.0, c)
+    return c, x_first - c_second * x_first + x_second
+
+
+@triton.jit
+def _row(x, index, TILE: tl.constexpr):
+    """Row `index` of a tile `[TILE, BD]`."""
+    return tl.sum(tl.where(tl.arange(0, TILE)[:, None] == index, x, 0.0), 0)
+
+
+@triton.jit
+def _load_maps(
+    a, b, state, first, kept, t, o_d, tokens, D, q_min, width,
+    IS_HARMONIC: tl.constexpr, HAS_MASK: tl.constexpr,
+):
+    """The tokens' maps; the first token of a sequence forgets what came before and takes in the initial state."""
+    c, _, value, _, inside = load_gates(a, b, kept, t, o_d, tokens, D, q_min, width, IS_HARMONIC, HAS_MASK, True)
+    if IS_HARMONIC:
+        x = c * value
+    else:
+        x = tl.where(inside[:, None], value, 0.0)
+    sequence = tl.load(first + t, mask=t < tokens, other=-1).to(tl.int64)
+    starts = (sequence >= 0)[:, None]
+    h0 = tl.load(state + sequence[:, None] * D + o_d[None, :], mask=starts & (o_d < D)[None, :], other=0.0)
+    x = tl.where(starts, x + (1.0 - c) * h0, x)
+    return tl.where(starts, 1.0, c), x
+
+
+@triton.jit
+def forward_summary_kernel(
+    a, b, state, first, kept, chunk_c, chunk_x, tokens, D, q_min, width,
+    IS_HARMONIC: tl.constexpr, HAS_MASK: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BD: tl.constexpr,
+):
+    """(1) the map of each chunk."""
+    ND = tl.cdiv(D, BD)
+    i_c, i_d = (tl.program_id(0) // ND).to(tl.int64), tl.program_id(0) % ND
+    o_d = i_d * BD + tl.arange(0, BD)
+    c, x = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    for i in range(0, CHUNK, TILE):
+        t = i_c * CHUNK + i + tl.arange(0, TILE)
+        tile_c, tile_x = _load_maps(a, b, state, first, kept, t, o_d, tokens, D, q_min, width, IS_HARMONIC, HAS_MASK)
+        tile_c, tile_x = tl.associative_scan((tile_c, tile_x), 0, _compose)
+        c, x = _compose(c, x, _row(tile_c, TILE - 1, TILE), _row(tile_x, TILE - 1, TILE))
+    tl.store(chunk_c + i_c * D + o_d, c, mask=o_d < D)
+    tl.store(chunk_x + i_c * D + o_d, x, mask=o_d < D)
+
+
+@triton.jit
+def carry_kernel(
+    chunk_c, chunk_x, entering, chunks, D,
+    REVERSE: tl.constexpr, TILE: tl.constexpr, BD: tl.constexpr,
+):
+    """(2) what enters each chunk: the chunks' maps applied one after another, from zero."""
+    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
+    in_d = (o_d < D)[None, :]
+    h = tl.zeros([BD], tl.float32)
+    for i in range(0, chunks, TILE):
+        k = (i + tl.arange(0, TILE)).to(tl.int64)
+        row = chunks - 1 - k if REVERSE else k
+        m = (k < chunks)[:, None] & in_d
+        c = tl.load(chunk_c + row[:, None] * D + o_d[None, :], mask=m, other=0.0)
+        x = tl.load(chunk_x + row[:, None] * D + o_d[None, :], mask=m, other=0.0)
+        c, x = tl.associative_scan((c, x), 0, _compose)
+        reached = h[None, :] - c * h[None, :] + x
+        following = row - 1 if REVERSE else row + 1
+        m = ((k + 1) < chunks)[:, None] & in_d
+        tl.store(entering + following[:, None] * D + o_d[None, :], reached, mask=m)
+        h = _row(reached, TILE - 1, TILE)
+
+
+@triton.jit
+def forward_output_kernel(
+    a, b, state, first, last, kept, entering, h_out, final, tokens, D, q_min, width,
+    IS_HARMONIC: tl.constexpr, HAS_MASK: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BD: tl.constexpr,
+):
+    """(3) the states of each chunk, from the state that enters it."""
+    ND = tl.cdiv(D, BD)
+    i_c, i_d = (tl.program_id(0) // ND).to(tl.int64), tl.program_id(0) % ND
+    o_d = i_d * BD + tl.arange(0, BD)
+    in_d = (o_d < D)[None, :]
+    h_in = tl.load(entering + i_c * D + o_d, mask=o_d < D, other=0.0)
+    for i in range(0, CHUNK, TILE):
+        t = i_c * CHUNK + i + tl.arange(0, TILE)
+        c, x = _load_maps(a, b, state, first, kept, t, o_d, tokens, D, q_min, width, IS_HARMONIC, HAS_MASK)
+        c, x = tl.associative_scan((c, x), 0, _compose)
+        h = h_in[None, :] - c * h_in[None, :] + x
+        tl.store(h_out + t[:, None] * D + o_d[None, :], h.to(h_out.dtype.element_ty), mask=(t < tokens)[:, None] & in_d)
+        sequence = tl.load(last + t, mask=t < tokens, other=-1).to(tl.int64)
+        tl.store(final + sequence[:, None] * D + o_d[None, :], h, mask=(sequence >= 0)[:, None] & in_d)
+        h_in = _row(h, TILE - 1, TILE)
+
+
+@triton.jit
+def _load_grad(dh, dfinal, last, t, o_d, tokens, D):
+    """Gradient that reaches the states of the tokens t from the outputs and, at the end of a sequence, from its state."""
+    in_d = (o_d < D)[None, :]
+    grad = tl.load(dh + t[:, None] * D + o_d[None, :], mask=((t >= 0) & (t < tokens))[:, None] & in_d, other=0.0)
+    sequence = tl.load(last + t, mask=(t >= 0) & (t < tokens), other=-1).to(tl.int64)
+    m = (sequence >= 0)[:, None] & in_d
+    return grad.to(tl.float32) + tl.load(dfinal + sequence[:, None] * D + o_d[None, :], mask=m, other=0.0)
+
+
+@triton.jit
+def backward_summary_kernel(
+    a, b, first, last, kept, dh, dfinal, chunk_c, chunk_x, tokens, D, q_min, width,
+    IS_HARMONIC: tl.constexpr, HAS_MASK: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BD: tl.constexpr,
+):
+    """(1) backwards: the map from the gradient that enters a chunk at its end to the one that leaves it at its start."""
+    ND = tl.cdiv(D, BD)
+    i_c, i_d = (tl.program_id(0) // ND).to(tl.int64), tl.program_id(0) % ND
+    o_d = i_d * BD + tl.arange(0, BD)
+    c, x = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+    for i in range(0, CHUNK, TILE):
+        # rows of a tile run backwards in time
+        t = (i_c + 1) * CHUNK - 1 - i - tl.arange(0, TILE)
+        tile_c, _, _, _, _ = load_gates(a, b, kept, t, o_d, tokens, D, q_min, width, IS_HARMONIC, HAS_MASK, False)
+        grad = _load_grad(dh, dfinal, last, t, o_d, tokens, D)
+        starts = (tl.load(first + t, mask=t < tokens, other=-1) >= 0)[:, None]
+        tile_x = tl.where(starts, 0.0, (1.0 - tile_c) * grad)
+        tile_c = tl.where(starts, 1.0, tile_c)
+        tile_c, tile_x = tl.associative_scan((tile_c, tile_x), 0, _compose)
+        c, x = _compose(c, x, _row(tile_c, TILE - 1, TILE), _row(tile_x, TILE - 1, TILE))
+    tl.store(chunk_c + i_c * D + o_d, c, mask=o_d < D)
+    tl.store(chunk_x + i_c * D + o_d, x, mask=o_d < D)
+
+
+@triton.jit
+def backward_output_kernel(
+    a, b, h, state, first, last, kept, dh, dfinal, entering, da, db, dstate, tokens, D, q_min, width,
+    IS_HARMONIC: tl.constexpr, HAS_MASK: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BD: tl.constexpr,
+):
+    """(3) backwards: the gradients of each chunk's logits, from the gradient that enters it at its end."""
+    ND = tl.cdiv(D, BD)
+    i_c, i_d = (tl.program_id(0) // ND).to(tl.int64), tl.program_id(0) % ND
+    o_d = i_d * BD + tl.arange(0, BD)
+    in_d = (o_d < D)[None, :]
+    stop = (i_c + 1) * CHUNK
+    s_in = tl.load(entering + i_c * D + o_d, mask=o_d < D, other=0.0)
+    for i in range(0, CHUNK, TILE):
+        t = stop - 1 - i - tl.arange(0, TILE)
+        inside = t < tokens
+        # s_t = grad_t + decay_{t+1} s_{t+1}; what enters at the end of the chunk has that decay in it
+        after, _, _, _, _ = load_gates(a, b, kept, t + 1, o_d, tokens, D, q_min, width, IS_HARMONIC, HAS_MASK, False)
+        cut = (tl.load(first + t + 1, mask=t + 1 < tokens, other=-1) >= 0) & (t + 1 < stop)
+        after = tl.where((t + 1 < stop)[:, None], tl.where(cut[:, None], 1.0, after), 0.0)
+        c, s = tl.associative_scan((after, _load_grad(dh, dfinal, last, t, o_d, tokens, D)), 0, _compose)
+        s = s_in[None, :] - c * s_in[None, :] + s
+        s_in = _row(s, TILE - 1, TILE)
+
+        q, slope, value, rise, live = load_gates(a, b, kept, t, o_d, tokens, D, q_min, width, IS_HARMONIC, HAS_MASK, True)
+        sequence = tl.load(first + t, mask=inside, other=-1).to(tl.int64)
+        starts = (sequence >= 0)[:, None]
+        offset = t[:, None] * D + o_d[None, :]
+        row = sequence[:, None] * D + o_d[None, :]
+        before = tl.load(h + offset - D, mask=(inside[:, None] & ~starts) & in_d, other=0.0).to(tl.float32)
+        before = before + tl.load(state + row, mask=starts & in_d, other=0.0)
+        if IS_HARMONIC:
+            grad_a = s * (before - value) * slope
+            grad_b = s * q * rise
+        else:
+            grad_a = s * slope * before
+            grad_b = s
+        m = inside[:, None] & in_d
+        tl.store(da + offset, tl.where(live[:, None], grad_a, 0.0).to(da.dtype.element_ty), mask=m)
+        tl.store(db + offset, tl.where(live[:, None], grad_b, 0.0).to(db.dtype.element_ty), mask=m)
+        if IS_HARMONIC:
+            out = s - q * s
+        else:
+            out = s * tl.where(live[:, None], slope, 1.0)
+        tl.store(dstate + row, out, mask=starts & in_d)
+
+
+class Layout(NamedTuple):
+    """Where sequences start and end in the flattened tokens: for each token the number of its sequence there, else -1."""
+    first: torch.Tensor
+    last: torch.Tensor
+
+
+def layout(offsets: torch.Tensor, tokens: int) -> Layout:
+    """The layout of sequences with borders `offsets [N + 1]`; empty ones are in neither array. Nothing waits for the GPU."""
+    number = torch.arange(offsets.shape[0] - 1, dtype=torch.int32, device=offsets.device)
+    # of sequences with one start the last is not empty, of those with one end the first
+    first = torch.full((tokens + 1,), -1, dtype=torch.int32, device=offsets.device)
+    first.scatter_reduce_(0, offsets[:-1], number, "amax")
+    last = torch.full((tokens + 1,), offsets.shape[0], dtype=torch.int32, device=offsets.device)
+    last.scatter_reduce_(0, offsets[1:], number, "amin")
+    last = last[1:]
+    return Layout(first[:-1].contiguous(), torch.where(last == offsets.shape[0], -1, last))
+
+
+@input_guard
+def chunk_fwd(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    state: torch.Tensor,
+    offsets: torch.Tensor,
+    kept: torch.Tensor | None,
+    packed: bool,
+    decay_range: Sequence[float] | None,
+    recurrent: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Both scans: Harmonic with a decay range, the bare recurrence without.
+
+    Args:
+        a (torch.Tensor):
+            Gate logits u, or log-decays g, of shape `[tokens, D]`.
+        b (torch.Tensor):
+            Input logits v, or inputs x, of shape `[tokens, D]`.
+        state (torch.Tensor):
+            Initial states, float32 of shape `[N, D]`.
+        offsets (torch.Tensor):
+            Borders of the sequences, int64 of shape `[N + 1]`, on a's device.
+        kept (torch.Tensor, Optional):
+            uint8 of shape `[tokens]`: 0 leaves the state unchanged at a token; `None` is all 1.
+        packed (bool):
+            Whether the sequences are documents, or else rows of equal lengths. The kernels treat both alike.
+        decay_range (Sequence[float], Optional):
+            `(a_min, a_max)`; `None` for the bare recurrence.
+        recurrent (bool):
+            One token after another instead of in chunks.
+
+    Returns:
+        h (torch.Tensor):
+            States of shape `[tokens, D]` and a's dtype.
+        final (torch.Tensor):
+            Final states, float32 of shape `[N, D]`.
+    """
+    if recurrent:
+        return fused_recurrent_fwd(a, b, state, offsets, kept, decay_range)
+    h, final = torch.empty_like(a), state.clone()
+    first, last = layout(offsets, a.shape[0])
+    scalars, chunk_c, chunk_x, entering, options, grid = _launch(a, state, decay_range, kept)
+    if chunk_c.shape[0] > 1:
+        forward_summary_kernel[grid](a, b, state, first, kept, chunk_c, chunk_x, *scalars, **options)
+        _carry(chunk_c, chunk_x, entering, reverse=False)
+    forward_output_kernel[grid](a, b, state, first, last, kept, entering, h, final, *scalars, **options)
+    return h, final
+
+
+@input_guard
+def chunk_bwd(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    h: torch.Tensor,
+    state: torch.Tensor,
+    offsets: torch.Tensor,
+    kept: torch.Tensor | None,
+    packed: bool,
+    decay_range: Sequence[float] | None,
+    recurrent: bool,
+    dh: torch.Tensor,
+    dfinal: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Gradients of `chunk_fwd`.
+
+    Args:
+        a, b, state, offsets, kept, packed, decay_range, recurrent:
+            As for `chunk_fwd`; without a decay range the values of `b` do not matter.
+        h (torch.Tensor):
+            The states that it returned.
+        dh (torch.Tensor):
+            Their gradient, of shape `[tokens, D]`.
+        dfinal (torch.Tensor):
+            Gradient of the final states, float32 of shape `[N, D]`.
+
+    Returns:
+        da, db (torch.Tensor):
+            Gradients of `a` and `b`.
+        dstate (torch.Tensor):
+            Gradient of the initial states, float32 of shape `[N, D]`.
+    """
+    if recurrent:
+        return fused_recurrent_bwd(a, b, h, state, offsets, kept, decay_range, dh, dfinal)
+    da, db, dstate = torch.empty_like(a), torch.empty_like(a), dfinal.clone()
+    first, last = layout(offsets, a.shape[0])
+    scalars, chunk_c, chunk_x, entering, options, grid = _launch(a, state, decay_range, kept)
+    if chunk_c.shape[0] > 1:
+        backward_summary_kernel[grid](a, b, first, last, kept, dh, dfinal, chunk_c, chunk_x, *scalars, **options)
+        _carry(chunk_c, chunk_x, entering, reverse=True)
+    backward_output_kernel[grid](
+        a, b, h, state, first, last, kept, dh, dfinal, entering, da, db, dstate, *scalars, **options)
+    return da, db, dstate
+
+
+def _launch(a: torch.Tensor, state: torch.Tensor, decay_range: Sequence[float] | None, kept: torch.Tensor | None):
+    """Scalar arguments, memory for the chunks' maps and for what enters them, compile-time arguments and grid."""
+    tokens, D = a.shape
+    chunks = triton.cdiv(tokens, CHUNK)
+    chunk_c, chunk_x = (state.new_empty(chunks, D) for _ in range(2))
+    options = kernel_options(D, decay_range, kept) | dict(CHUNK=CHUNK, TILE=TILE)
+    scalars = (tokens, D, *gate_range(decay_range))
+    return scalars, chunk_c, chunk_x, state.new_zeros(chunks, D), options, (chunks * triton.cdiv(D, options["BD"]),)
+
+
+def _carry(chunk_c: torch.Tensor, chunk_x: torch.Tensor, entering: torch.Tensor, reverse: bool) -> None:
+    chunks, D = chunk_c.shape
+    BD = min(32, triton.next_power_of_2(D))
+    carry_kernel[(triton.cdiv(D, BD),)](
+        chunk_c, chunk_x, entering, chunks, D, REVERSE=reverse, TILE=CHUNK_TILE, BD=BD, num_warps=NUM_WARPS)
+
+
+def serves_triton(x: torch.Tensor) -> bool:
+    """Whether Triton kernels run on x's device: its interpreter takes CPU tensors, for tests."""
+    interpreted = x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return x.dtype != torch.float64 and (x.device.type in ("cuda", "xpu") or interpreted)
+
+
+BACKENDS["triton"] = Backend(serves_triton, chunk_fwd, chunk_bwd)
 
 
 def chunk_harmonic(
@@ -74,179 +415,4 @@ def chunk_harmonic(
         >>> states.shape
         torch.Size([3, 256])
     """
-    return _harmonic(u, v, decay_range, initial_state, output_final_state, cu_seqlens, backend, mask, recurrent=False)
-
-
-def fused_recurrent_harmonic(
-    u: torch.Tensor,
-    v: torch.Tensor,
-    decay_range: tuple[float, float],
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    backend: str | None = None,
-    mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`chunk_harmonic`, one token after another: for decoding and short inputs. Same arguments, returns and errors."""
-    return _harmonic(u, v, decay_range, initial_state, output_final_state, cu_seqlens, backend, mask, recurrent=True)
-
-
-def linear_scan(
-    g: torch.Tensor,
-    x: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    backend: str | None = None,
-    mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """
-    The bare recurrence `h_t = exp(g_t) h_{t-1} + x_t`, on the same backends as `chunk_harmonic`.
-
-    Args:
-        g (torch.Tensor):
-            Log-decays of shape `[B, T, D]`, meant to be `<= 0` (beyond 87 backends differ); `-inf` forgets the state, and on
-            Triton so does a decay below 6e-8.
-        x (torch.Tensor):
-            Inputs of shape `[B, T, D]`, of g's dtype and on its device.
-        initial_state, output_final_state, cu_seqlens, backend, mask:
-            As for `chunk_harmonic`.
-
-    Returns:
-        h (torch.Tensor):
-            States after each token, of shape `[B, T, D]` and x's dtype.
-        final_state (torch.Tensor | None):
-            States after the last token, float32 of shape `[N, D]`, or `None`.
-
-    Raises:
-        ValueError: for a wrong shape, dtype, device, border or backend.
-    """
-    mask = _check(("g", g), ("x", x), initial_state, cu_seqlens, mask)
-    h, final_state = scan_op.linear_scan(g, x, initial_state, cu_seqlens, mask, _choose(backend, x), False)
-    return h, final_state if output_final_state else None
-
-
-def _harmonic(
-    u: torch.Tensor,
-    v: torch.Tensor,
-    decay_range: tuple[float, float],
-    initial_state: torch.Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: torch.Tensor | None,
-    backend: str | None,
-    mask: torch.Tensor | None,
-    recurrent: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    mask = _check(("u", u), ("v", v), initial_state, cu_seqlens, mask)
-    a_min, a_max = check_decay_range(decay_range)
-    h, final_state = scan_op.harmonic_scan(
-        u, v, initial_state, cu_seqlens, mask, a_min, a_max, _choose(backend, u), recurrent)
-    return h, final_state if output_final_state else None
-
-
-def check_decay_range(decay_range: tuple[float, float]) -> tuple[float, float]:
-    """
-    Returns the range as two floats.
-
-    Raises:
-        ValueError: unless it is a pair with `0 <= a_min < a_max <= 1`.
-    """
-    try:
-        a_min, a_max = (float(a) for a in decay_range)
-    except (TypeError, ValueError):
-        a_min = a_max = math.nan
-    if not 0 <= a_min < a_max <= 1:
-        raise ValueError(
-            f"`decay_range` must be a pair (a_min, a_max) with 0 <= a_min < a_max <= 1; got {decay_range!r}. "
-            "A timescale of tau tokens is a decay of 1 - 1 / tau.")
-    return a_min, a_max
-
-
-def _check(
-    first: tuple[str, torch.Tensor],
-    second: tuple[str, torch.Tensor],
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    mask: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """Checks the arguments of a scan, and returns the mask as booleans."""
-    (name_a, a), (name_b, b) = first, second
-    if a.ndim != 3:
-        raise ValueError(f"`{name_a}` must have shape [B, T, D]; got {tuple(a.shape)}. Add the missing dimensions.")
-    if a.dtype not in _DTYPES:
-        raise ValueError(f"`{name_a}` must be float32, bfloat16, float16 or float64; got {a.dtype}. Cast it first.")
-    if (b.shape, b.dtype, b.device) != (a.shape, a.dtype, a.device):
-        raise ValueError(
-            f"`{name_b}` must match `{name_a}` in shape, dtype and device: {tuple(a.shape)}, {a.dtype}, {a.device}; "
-            f"got {tuple(b.shape)}, {b.dtype}, {b.device}.")
-    N = a.shape[0]
-    if cu_seqlens is not None:
-        if a.shape[0] != 1:
-            raise ValueError(f"`cu_seqlens` needs a batch of 1; got {a.shape[0]}. Flatten the documents into one row first.")
-        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                "`cu_seqlens` must be int32 or int64 of shape [N + 1]; "
-                f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}.")
-        if not torch.compiler.is_compiling():
-            scan_op.check_cu_seqlens(cu_seqlens, a.shape[1])
-        N = cu_seqlens.shape[0] - 1
-    if mask is not None and (mask.shape != a.shape[:2] or mask.is_floating_point() or mask.device != a.device):
-        raise ValueError(
-            f"`mask` must be a 0/1 integer or boolean mask of shape [B, T] = {tuple(a.shape[:2])} on {a.device}; got "
-            f"{mask.dtype} of shape {tuple(mask.shape)} on {mask.device}.")
-    # on an accelerator a look at the values would wait for the device; what is not 0 counts as 1 there
-    if mask is not None and mask.dtype != torch.bool and mask.device.type == "cpu" and not torch.compiler.is_compiling():
-        low, high = (int(value) for value in mask.aminmax()) if mask.numel() else (0, 0)
-        if low < 0 or high > 1:
-            raise ValueError(
-                f"`mask` must hold 0 and 1 alone; got values from {low} to {high}. To number the documents of a packed row, "
-                "pass their borders as `cu_seqlens`.")
-    if initial_state is not None:
-        if initial_state.shape != (N, a.shape[2]):
-            raise ValueError(
-                f"`initial_state` must have shape [N, D] = {(N, a.shape[2])}, one state a sequence; "
-                f"got {tuple(initial_state.shape)}.")
-        if not initial_state.is_floating_point() or initial_state.device != a.device:
-            raise ValueError(
-                f"`initial_state` must be floating point on {a.device}; got {initial_state.dtype} on {initial_state.device}.")
-    return None if mask is None else mask.bool()
-
-
-def usable_backends(x: torch.Tensor) -> list[str]:
-    """Backends that can scan a tensor of x's device and dtype, the default one first."""
-    if x.dtype == torch.float64:
-        return ["torch"]
-    if x.device.type in ("cuda", "xpu"):
-        return ["triton", "fla", "torch"]
-    if x.device.type != "cpu":
-        return ["torch"]
-    usable = ["numba", "torch"] if scan_op.HAS_NUMBA else ["torch"]
-    # Triton's interpreter runs the kernels on CPU tensors, for tests
-    return [*usable, "triton", "fla"] if os.environ.get("TRITON_INTERPRET") == "1" else usable
-
-
-def _choose(backend: str | None, x: torch.Tensor) -> str:
-    usable = usable_backends(x)
-    if backend is None:
-        if x.device.type == "cpu" and x.dtype != torch.float64 and not scan_op.HAS_NUMBA:
-            _warn_slow_path()
-        return usable[0]
-    if backend not in BACKENDS:
-        raise ValueError(f"`backend` must be None or one of {BACKENDS}; got {backend!r}.")
-    if backend not in usable:
-        raise ValueError(
-            f"backend {backend!r} cannot scan {x.dtype} on {x.device}: 'numba' needs a CPU and the package numba, 'triton' "
-            f"and 'fla' a device that Triton serves, and all three anything but float64. "
-            f"Use one of {usable}, or None to choose by device.")
-    return backend
-
-
-def _warn_slow_path() -> None:
-    global _warned
-    if not _warned and not torch.compiler.is_compiling():
-        _warned = True
-        logger.warning("numba cannot be imported (%s): the scan runs in plain torch, slower. Install it with "
-                       "`pip install numba`.", scan_op.NO_NUMBA)
-
-
-_warned = False
+    return harmonic(u, v, decay_range, initial_state, output_final_state, cu_seqlens, backend, mask, recurrent=False)

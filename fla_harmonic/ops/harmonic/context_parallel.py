@@ -6,14 +6,15 @@ ranks exchange these maps (two numbers a channel, whatever the length), and each
 enters it. The gradient goes the same way back. Products of decays over `[T, D]` never exist.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from fla_harmonic.ops.harmonic import scan_op
-from fla_harmonic.ops.harmonic.chunk import _check, _choose, check_decay_range
+from fla_harmonic.ops.harmonic import op
+from fla_harmonic.ops.harmonic.op import check_decay_range, check_inputs, choose_backend
 
 # tokens whose log-decays are in memory at a time
 _SUMMED_AT_ONCE = 4096
@@ -113,16 +114,16 @@ def cp_chunk_harmonic(
     Raises:
         ValueError: as `chunk_harmonic`, or a context without documents with `cu_seqlens`, or the reverse.
     """
-    _check(("u", u), ("v", v), None, cu_seqlens, None)
+    check_inputs(("u", u), ("v", v), None, cu_seqlens, None)
     if (cu_seqlens is None) != (cp_context.first is None):
         raise ValueError(
             "`cp_context` and `cu_seqlens` must be built together from the same documents; got "
             f"{'a context with documents' if cu_seqlens is None else 'cu_seqlens and a context without documents'}. "
             "Pass both results of `build_cp_context`.")
-    a_min, a_max = check_decay_range(decay_range)
     group_name, rank, size, first, last, enters = cp_context
     return _cp_scan(
-        u, v, cu_seqlens, first, last, enters, a_min, a_max, _choose(backend, u), group_name, rank, size)[0]
+        u, v, cu_seqlens, first, last, enters, check_decay_range(decay_range), choose_backend(backend, u), group_name, rank,
+        size)[0]
 
 
 def tokens_before(x: torch.Tensor, count: int, cp_context: CPContext) -> torch.Tensor:
@@ -145,18 +146,17 @@ def _cp_scan(
     first: torch.Tensor | None,
     last: torch.Tensor | None,
     enters: torch.Tensor | None,
-    a_min: float,
-    a_max: float,
+    decay_range: Sequence[float],
     backend: str,
     group_name: str,
     rank: int,
     size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """States `[B, T, D]`, the documents' initial states `[N, D]`, and the decay of every rank's whole piece `[size, B, D]`."""
-    options = (a_min, a_max, backend, False)
-    _, reached = scan_op.harmonic_scan(u, v, None, cu_seqlens, None, *options)
+    options = (decay_range, backend, False)
+    _, reached = op.harmonic_scan(u, v, None, cu_seqlens, None, *options)
     rows = u if first is None else u.view(len(first), -1, u.shape[2])
-    decay = _piece_decay(rows, a_min, a_max)
+    decay = _piece_decay(rows, decay_range)
     if enters is not None:
         # where a document begins within the piece, or with it, nothing passes
         decay = decay * (enters & (first == last)).unsqueeze(1)
@@ -165,7 +165,7 @@ def _cp_scan(
     for piece in maps[:rank]:
         state = torch.addcmul(piece[1], piece[0], state)
     initial = _per_document(state, reached, first, enters)
-    h, _ = scan_op.harmonic_scan(u, v, initial, cu_seqlens, None, *options)
+    h, _ = op.harmonic_scan(u, v, initial, cu_seqlens, None, *options)
     return h, initial, maps[:, 0].clone()
 
 
@@ -181,15 +181,14 @@ def _cp_scan_backward(
     first: torch.Tensor | None,
     last: torch.Tensor | None,
     enters: torch.Tensor | None,
-    a_min: float,
-    a_max: float,
+    decay_range: Sequence[float],
     backend: str,
     group_name: str,
     rank: int,
     size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options = (a_min, a_max, backend, False)
-    *_, dinitial = scan_op.harmonic_scan_backward(u, v, h, initial, cu_seqlens, None, dh, None, *options)
+    options = (decay_range, backend, False)
+    *_, dinitial = op.harmonic_scan_backward(u, v, h, initial, cu_seqlens, None, dh, None, *options)
     # the gradient that reaches a piece's entering state from the piece itself; later pieces add theirs, decayed
     own = dinitial if enters is None else dinitial[first] * enters.unsqueeze(1)
     grads = _all_gather(own, group_name, size)
@@ -197,28 +196,28 @@ def _cp_scan_backward(
     for later in range(size - 1, rank, -1):
         dstate = torch.addcmul(grads[later], decays[later], dstate)
     dfinal = _per_document(dstate, dinitial, last, None)
-    du, dv, _ = scan_op.harmonic_scan_backward(u, v, h, initial, cu_seqlens, None, dh, dfinal, *options)
+    du, dv, _ = op.harmonic_scan_backward(u, v, h, initial, cu_seqlens, None, dh, dfinal, *options)
     return du, dv
 
 
 @_cp_scan.register_fake
-def _(u, v, cu_seqlens, first, last, enters, a_min, a_max, backend, group_name, rank, size):
+def _(u, v, cu_seqlens, first, last, enters, decay_range, backend, group_name, rank, size):
     rows = u.shape[0] if first is None else first.shape[0]
-    initial = scan_op._empty_state(u, cu_seqlens)
+    initial = op.empty_state(u, cu_seqlens)
     h = torch.empty_like(u, memory_format=torch.contiguous_format)
     return h, initial, initial.new_empty(size, rows, u.shape[2])
 
 
 @_cp_scan_backward.register_fake
-def _(u, v, h, initial, decays, dh, cu_seqlens, first, last, enters, a_min, a_max, backend, group_name, rank, size):
+def _(u, v, h, initial, decays, dh, cu_seqlens, first, last, enters, decay_range, backend, group_name, rank, size):
     du, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (u, v))
     return du, dv
 
 
 def _save(ctx, inputs, output):
-    u, v, *packing, a_min, a_max, backend, group_name, rank, size = inputs
+    u, v, *packing, decay_range, backend, group_name, rank, size = inputs
     ctx.set_materialize_grads(False)
-    ctx.options = (a_min, a_max, backend, group_name, rank, size)
+    ctx.options = (decay_range, backend, group_name, rank, size)
     ctx.save_for_backward(u, v, *output, *packing)
 
 
@@ -226,7 +225,7 @@ def _grad(ctx, dh, dinitial, ddecays):
     u, v, h, initial, decays, *packing = ctx.saved_tensors
     # every rank takes part in the exchange, also one whose outputs nobody reads
     dh = torch.zeros_like(h) if dh is None else dh
-    return *_cp_scan_backward(u, v, h, initial, decays, dh, *packing, *ctx.options), *[None] * 10
+    return *_cp_scan_backward(u, v, h, initial, decays, dh, *packing, *ctx.options), *[None] * 9
 
 
 _cp_scan.register_autograd(_grad, setup_context=_save)
@@ -276,9 +275,9 @@ def _all_gather(x: torch.Tensor, group_name: str, size: int) -> torch.Tensor:
     return gathered.view(size, *x.shape)
 
 
-def _piece_decay(u: torch.Tensor, a_min: float, a_max: float) -> torch.Tensor:
+def _piece_decay(u: torch.Tensor, decay_range: Sequence[float]) -> torch.Tensor:
     """Product of the decays of `[B, T, D]` over its tokens, `[B, D]`; as a sum of logarithms, each with all its bits."""
-    dtype = scan_op.state_dtype(u.dtype)
+    (a_min, a_max), dtype = decay_range, op.state_dtype(u.dtype)
     total = u.new_zeros(u.shape[0], u.shape[2], dtype=dtype)
     for part in u.split(_SUMMED_AT_ONCE, dim=1):
         complement = (1 - a_max) + (a_max - a_min) * torch.sigmoid(-part.to(dtype))

@@ -1,5 +1,6 @@
 """The oracle: both recurrences as one loop over the tokens, differentiable by autograd, in float32 or float64."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -8,7 +9,7 @@ import torch
 def harmonic_gates(
     u: torch.Tensor,
     v: torch.Tensor,
-    decay_range: tuple[float, float],
+    decay_range: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The gates of one Harmonic level (arXiv 2606.24650, the recurrence of a level).

@@ -1,11 +1,12 @@
 """
-Mamba's short convolution with its activation, as one `torch.library` operator for the CPU: channels stay last, as the
-projections before and after it have them. Saved for backward are the inputs.
+Mamba's short convolution with its activation; channels stay last, as the projections before and after it have them. On the
+CPU it is one `torch.library` operator, which saves its inputs for backward.
 """
 
 import torch
+import torch.nn.functional as F
 
-from fla_harmonic.ops.mamba.selective_scan import loops
+from fla_harmonic.ops.mamba.selective_scan import loops, usable_backends
 
 
 def causal_conv_silu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -14,7 +15,7 @@ def causal_conv_silu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
     Args:
         x (torch.Tensor):
-            Inputs of shape `[batch, T, D]`, on the CPU; read as fp32.
+            Inputs of shape `[batch, T, D]`; on the CPU with numba read as fp32.
         weight (torch.Tensor):
             Taps of shape `[D, K]`, the last one for the token itself.
         bias (torch.Tensor, Optional):
@@ -25,12 +26,7 @@ def causal_conv_silu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
     Raises:
         ValueError: if a shape does not fit the others.
-        RuntimeError: if numba is missing.
     """
-    if loops is None:
-        raise RuntimeError(
-            "expected numba for the fused convolution, but it cannot be imported. Remedy: `pip install numba`, or "
-            "`torch.nn.functional.conv1d` and `silu`")
     if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] == 0:
         raise ValueError(
             f"expected `x` of shape [batch, T, D] and `weight` of shape [D, K], but got {list(x.shape)} and "
@@ -38,13 +34,17 @@ def causal_conv_silu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
             f"expected `bias` of shape {[weight.shape[0]]}, but got {list(bias.shape)}. Remedy: one for each channel")
+    if "numba" not in usable_backends(x):
+        D, K = weight.shape
+        y = F.conv1d(x.transpose(1, 2), weight.unsqueeze(1), bias, padding=K - 1, groups=D)
+        return F.silu(y[..., :x.shape[1]]).transpose(1, 2)
     taps = weight.float()
     return causal_conv_op(x.float(), taps, taps.new_zeros(x.shape[2]) if bias is None else bias.float()).to(x.dtype)
 
 
 @torch.library.custom_op("fla_harmonic::causal_conv_silu", mutates_args=(), device_types="cpu")
 def causal_conv_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """`causal_conv_silu` of fp32 behind its validation."""
+    """`causal_conv_silu` of fp32."""
     return loops.conv_forward(x, weight, bias)
 
 

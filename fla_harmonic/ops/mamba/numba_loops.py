@@ -5,17 +5,17 @@ compute.
 A task walks one row of the batch over a block of channels, and every inner loop runs over channels, which the compiler
 vectorises. The convolution keeps a window of tokens in the first-level cache, the scan the states `[N, channels]`. Nothing
 of `[T, D, N]` is written: the scan's forward pass leaves the state that enters each chunk of tokens, and its backward pass
-computes the states of one chunk anew, in the second-level cache, and the decays twice.
+recomputes the states of one chunk in the second-level cache, and the decays twice.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 
-from fla_harmonic.ops.harmonic.numba_scan import _clamp, _compile, _exp, _exp_parts, _pool
+from fla_harmonic.ops.numba_tools import clamp, compile_loop, exp, exp_parts, thread_pool
 
 _F = np.float32
 # channels of a task, and tokens of a chunk: with Mamba's 16 states a channel, the states of a chunk are 256 KB
@@ -23,16 +23,16 @@ CHANNELS = 128
 CHUNK = 32
 
 
-@_compile
+@compile_loop
 def _sigmoid(v):
-    scale, tail = _exp_parts(_clamp(-v, _F(-87), _F(87)))
+    scale, tail = exp_parts(clamp(-v, _F(-87), _F(87)))
     return _F(1) / (_F(1) + (scale + scale * tail))
 
 
-@_compile
+@compile_loop
 def _softplus(v):
     """`log(1 + e)` of e = exp(-|v|) as an odd series in e / (2 + e) <= 1/3: small steps keep their precision."""
-    e = _exp(-abs(v))
+    e = exp(-abs(v))
     s = e / (_F(2) + e)
     w = s * s
     p = _F(1 / 15)
@@ -45,7 +45,7 @@ def _softplus(v):
     return max(v, _F(0)) + _F(2) * (s + s * (w * p))
 
 
-@_compile
+@compile_loop
 def _conv_forward(x, weight, bias, y, row, lo, hi):
     T, K, width = x.shape[1], weight.shape[0], hi - lo
     # rings of the last K tokens; before the first one there are zeros
@@ -63,7 +63,7 @@ def _conv_forward(x, weight, bias, y, row, lo, hi):
             yt[i] = u[i] * _sigmoid(u[i])
 
 
-@_compile
+@compile_loop
 def _conv_backward(x, weight, bias, dy, dx, dweight, dbias, row, lo, hi):
     T, K, width = x.shape[1], weight.shape[0], hi - lo
     window, taps, start = np.zeros((K, width), np.float32), weight[:, lo:hi].copy(), bias[lo:hi]
@@ -96,7 +96,7 @@ def _conv_backward(x, weight, bias, dy, dx, dweight, dbias, row, lo, hi):
     dweight[row, :, lo:hi] = dtaps
 
 
-@_compile
+@compile_loop
 def _scan_forward(x, v, A, B, C, D, z, y, states, row, lo, hi):
     T, N, width = x.shape[1], A.shape[0], hi - lo
     h, rates = np.zeros((N, width), np.float32), A[:, lo:hi].copy()
@@ -115,15 +115,15 @@ def _scan_forward(x, v, A, B, C, D, z, y, states, row, lo, hi):
         for n in range(N):
             b, c, hn, rate = B[row, t, n], C[row, t, n], h[n], rates[n]
             for i in range(width):
-                new = _exp(step[i] * rate[i]) * hn[i] + inflow[i] * b
+                new = exp(step[i] * rate[i]) * hn[i] + inflow[i] * b
                 hn[i] = new
                 out[i] += new * c
         for i in range(width):
             yt[i] = out[i] * (gate[i] * _sigmoid(gate[i]))
 
 
-# sums over channels vectorise only where they may be ordered anew
-@partial(_compile, sums=True)
+# sums over channels vectorise only where they may be reordered
+@partial(compile_loop, sums=True)
 def _scan_backward(x, v, A, B, C, D, z, states, dout, dx, dv, dA, dB, dC, dD, dz, row, lo, hi):
     T, N, width, block = x.shape[1], A.shape[0], hi - lo, lo // CHANNELS
     rates, skip = A[:, lo:hi].copy(), D[lo:hi]
@@ -152,7 +152,7 @@ def _scan_backward(x, v, A, B, C, D, z, states, dout, dx, dv, dA, dB, dC, dD, dz
             for n in range(N):
                 b, c, before, after, rate = B[row, t, n], C[row, t, n], h[j, n], h[j + 1, n], rates[n]
                 for i in range(width):
-                    new = _exp(step[i] * rate[i]) * before[i] + inflow[i] * b
+                    new = exp(step[i] * rate[i]) * before[i] + inflow[i] * b
                     after[i] = new
                     out[i] += new * c
             for i in range(width):
@@ -174,7 +174,7 @@ def _scan_backward(x, v, A, B, C, D, z, states, dout, dx, dv, dA, dB, dC, dD, dz
                     dc += after[i] * dy[i]
                     db += grad * inflow[i]
                     dinflow[i] += grad * b
-                    grad *= _exp(step[i] * rate[i])
+                    grad *= exp(step[i] * rate[i])
                     flow[i] = grad
                     grad *= before[i]
                     dstep[i] += grad * rate[i]
@@ -209,43 +209,32 @@ def conv_backward(
     return dx, dweight.sum(0).t().contiguous(), dbias.sum(0)
 
 
-def scan_forward(
-    x: torch.Tensor,
-    v: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor,
-    z: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def scan_forward(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """`selective_scan.selective_scan_op`: outputs `[batch, T, D]`, and states `[batch, chunks, N, D]`."""
-    batch, T, width = x.shape
-    y, states = torch.empty(x.shape), torch.empty(batch, -(-T // CHUNK), A.shape[1], width)
-    _run(_scan_forward, x.contiguous(), v.contiguous(), _copied(A.t()), B, C, _copied(D), z, y, states)
+    (batch, T, width), N = inputs[0].shape, inputs[2].shape[1]
+    y, states = torch.empty(batch, T, width), torch.empty(batch, -(-T // CHUNK), N, width)
+    _run(_scan_forward, *_readable(inputs), y, states)
     return y, states
 
 
 def scan_backward(
-    x: torch.Tensor,
-    v: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor,
-    z: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
     states: torch.Tensor,
     dy: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of the inputs of `scan_forward`, from its states and the gradient of its outputs."""
-    batch, T, width = x.shape
-    N = A.shape[1]
-    dx, dv, dz = (torch.empty(x.shape) for _ in range(3))
+    (batch, T, width), N = inputs[0].shape, inputs[2].shape[1]
+    dx, dv, dz = (torch.empty(batch, T, width) for _ in range(3))
     # what several tasks add to is kept apart and summed in one order, whatever the number of threads
     dB, dC = (torch.empty(-(-width // CHANNELS), batch, T, N) for _ in range(2))
     dA, dD = torch.empty(batch, N, width), torch.empty(batch, width)
-    _run(_scan_backward, x.contiguous(), v.contiguous(), _copied(A.t()), B, C, _copied(D), z, states, dy.contiguous(),
-         dx, dv, dA, dB, dC, dD, dz)
+    _run(_scan_backward, *_readable(inputs), states, dy.contiguous(), dx, dv, dA, dB, dC, dD, dz)
     return dx, dv, dA.sum(0).t().contiguous(), dB.sum(0), dC.sum(0), dD.sum(0), dz
+
+
+def _readable(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    x, v, A, B, C, D, z = inputs
+    return [x.contiguous(), v.contiguous(), _copied(A.t()), B, C, _copied(D), z]
 
 
 def _copied(parameter: torch.Tensor) -> torch.Tensor:
@@ -264,7 +253,7 @@ def _run(kernel: Callable[..., None], x: torch.Tensor, *others: torch.Tensor) ->
             kernel(*arrays, *task)
 
     # this thread works too
-    waiting = [_pool(threads - 1, os.getpid()).submit(work, thread) for thread in range(1, threads)]
+    waiting = [thread_pool(threads - 1, os.getpid()).submit(work, thread) for thread in range(1, threads)]
     if tasks:
         work(0)
     for done in waiting:

@@ -17,7 +17,7 @@ from torchtitan.tools.logging import logger
 from fla_harmonic.layers.harmonic import Timescale
 
 # these register torch.ops.fla_harmonic
-from fla_harmonic.ops.harmonic import context_parallel, scan_op  # noqa: F401
+from fla_harmonic.ops.harmonic import context_parallel  # noqa: F401
 from fla_harmonic.ops.mamba import selective_scan  # noqa: F401
 from fla_harmonic.titan.config import compiles_model
 from fla_harmonic.titan.distributed.tensor_parallel import apply_tensor_parallel

@@ -21,38 +21,42 @@ def _chunk_length(T: int, recurrent: bool) -> int:
     return T if recurrent else 1 << (T.bit_length() // 2)
 
 
-def linear_forward(
-    decay: torch.Tensor,
-    x: torch.Tensor,
-    state: torch.Tensor,
-    recurrent: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`h_t = decay_t h_{t-1} + x_t` over `[B, T, D]` from `state [B, D]`; returns all states and the last one."""
-    return _forward(lambda h, a, x: torch.addcmul(x, a, h), torch.mul, decay, x, state, recurrent)
+def _steps(is_complement: bool) -> tuple[Advance, Shrink]:
+    if is_complement:
+        # h + q (v - h): the small q = 1 - A is never rounded into A
+        return lambda h, q, v: torch.lerp(h, v, q), lambda x, q: torch.addcmul(x, x, q, value=-1)
+    return lambda h, a, x: torch.addcmul(x, a, h), torch.mul
 
 
-def harmonic_forward(
-    complement: torch.Tensor,
-    value: torch.Tensor,
-    state: torch.Tensor,
-    recurrent: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`h_t = h_{t-1} + complement_t (value_t - h_{t-1})` over `[B, T, D]`: the small `1 - A` is never rounded into `A`."""
-    return _forward(lambda h, q, v: torch.lerp(h, v, q), _shrink_by_complement, complement, value, state, recurrent)
-
-
-def _shrink_by_complement(x: torch.Tensor, complement: torch.Tensor) -> torch.Tensor:
-    return torch.addcmul(x, x, complement, value=-1)
-
-
-def _forward(
-    advance: Advance,
-    shrink: Shrink,
+def forward(
     gate: torch.Tensor,
     x: torch.Tensor,
     state: torch.Tensor,
+    is_complement: bool,
     recurrent: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    `h_t = decay_t h_{t-1} + x_t`, or `h_t = h_{t-1} + q_t (x_t - h_{t-1})` of the complements `q = 1 - decay`.
+
+    Args:
+        gate (torch.Tensor):
+            Decays, or their complements, of shape `[B, T, D]`.
+        x (torch.Tensor):
+            Inputs of shape `[B, T, D]`.
+        state (torch.Tensor):
+            Initial states of shape `[B, D]`.
+        is_complement (bool):
+            Which of the two the gates are.
+        recurrent (bool):
+            One token after another instead of in chunks.
+
+    Returns:
+        h (torch.Tensor):
+            States of shape `[B, T, D]`.
+        final (torch.Tensor):
+            Last states, of shape `[B, D]`.
+    """
+    advance, shrink = _steps(is_complement)
     B, T, D = x.shape
     length = _chunk_length(T, recurrent)
     chunks = T // length
@@ -80,24 +84,23 @@ def _forward(
     return h, state.clone()
 
 
-def linear_reverse(
-    decay: torch.Tensor,
+def reverse(
+    gate: torch.Tensor,
     dh: torch.Tensor,
     state: torch.Tensor,
+    is_complement: bool,
     recurrent: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The adjoint: `s_t = dh_t + r_{t+1}`, `r_t = decay_t s_t` from `r_T = state`, backwards over the tokens.
 
     Args:
-        decay (torch.Tensor):
-            Decays of shape `[B, T, D]`.
+        gate, is_complement, recurrent:
+            As for `forward`.
         dh (torch.Tensor):
             Gradient that reaches each state from its output, of shape `[B, T, D]`.
         state (torch.Tensor):
             Gradient of the final state, of shape `[B, D]`.
-        recurrent (bool):
-            One token after another instead of in chunks.
 
     Returns:
         s (torch.Tensor):
@@ -105,26 +108,7 @@ def linear_reverse(
         r_0 (torch.Tensor):
             Gradient of the initial state, of shape `[B, D]`.
     """
-    return _reverse(torch.mul, decay, dh, state, recurrent)
-
-
-def harmonic_reverse(
-    complement: torch.Tensor,
-    dh: torch.Tensor,
-    state: torch.Tensor,
-    recurrent: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The adjoint for decays `1 - complement`, of which the small complement is never rounded into the decay."""
-    return _reverse(_shrink_by_complement, complement, dh, state, recurrent)
-
-
-def _reverse(
-    shrink: Shrink,
-    gate: torch.Tensor,
-    dh: torch.Tensor,
-    state: torch.Tensor,
-    recurrent: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    _, shrink = _steps(is_complement)
     B, T, D = dh.shape
     length = _chunk_length(T, recurrent)
     chunks = T // length

@@ -13,15 +13,14 @@ those abort when two Python threads enter them.
 import ctypes
 import os
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
+
+from fla_harmonic.ops.numba_tools import clamp, compile_loop, exp, exp_parts, thread_pool
 
 _F = np.float32
 # channels of a task, a page of memory: their state and a token's rows stay in the first-level cache
@@ -36,64 +35,25 @@ MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23
 
 
-def _compile(function: Callable[..., Any], sums: bool = False) -> Callable[..., Any]:
-    """`sums`: whether sums may be ordered anew, which those over channels need in order to vectorise."""
-    fastmath = {"contract", "nsz"} | ({"reassoc"} if sums else set())
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:
-        # no folder that the cache could be written to: every process compiles for itself
-        return njit(**options)(function)
-
-
-@_compile
-def _exp_parts(x):
-    """`exp(x) = scale + scale * tail` for |x| < 88: x = n ln 2 + r, scale = 2^n, tail = exp(r) - 1."""
-    n = np.floor(x * _F(1.4426950408889634) + _F(0.5))
-    r = x - n * _F(0.693359375) - n * _F(-2.12194440e-4)
-    p = _F(1 / 5040)
-    p = p * r + _F(1 / 720)
-    p = p * r + _F(1 / 120)
-    p = p * r + _F(1 / 24)
-    p = p * r + _F(1 / 6)
-    p = p * r + _F(0.5)
-    tail = p * (r * r) + r
-    scale = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
-    return scale, tail
-
-
-@_compile
-def _clamp(x, low, high):
-    x = low if x < low else x
-    return high if x > high else x
-
-
-@_compile
-def _exp(x):
-    scale, tail = _exp_parts(_clamp(x, _F(-87), _F(87)))
-    return _F(0) if x < _F(-87) else scale + scale * tail
-
-
-@_compile
+@compile_loop
 def _sigmoid_of_minus(u):
     """`sigmoid(-u)` and its derivative's magnitude `sigmoid(-u) sigmoid(u)`."""
-    scale, tail = _exp_parts(_clamp(u, _F(-87), _F(87)))
+    scale, tail = exp_parts(clamp(u, _F(-87), _F(87)))
     e = scale + scale * tail
     s = _F(1) / (_F(1) + e)
     return s, s * (e * s)
 
 
-@_compile
+@compile_loop
 def _tanh(v):
     """`tanh(v)` and its derivative, through `exp(2 v) - 1`: small values and small derivatives keep their precision."""
-    scale, tail = _exp_parts(_clamp(_F(2) * v, _F(-40), _F(40)))
+    scale, tail = exp_parts(clamp(_F(2) * v, _F(-40), _F(40)))
     m = scale * tail + (scale - _F(1))
     r = _F(1) / (m + _F(2))
     return m * r, _F(4) * (scale + scale * tail) * (r * r)
 
 
-@_compile
+@compile_loop
 def _harmonic_forward(u, v, h0, offsets, kept, q_min, width, h, ht, n_lo, n_hi, d_lo, d_hi):
     D = d_hi - d_lo
     state = np.empty(D, np.float32)
@@ -114,7 +74,7 @@ def _harmonic_forward(u, v, h0, offsets, kept, q_min, width, h, ht, n_lo, n_hi, 
         ht[n, d_lo:d_hi] = state
 
 
-@_compile
+@compile_loop
 def _harmonic_backward(u, v, h, h0, offsets, kept, dh, dht, q_min, width, du, dv, dh0, n_lo, n_hi, d_lo, d_hi):
     D = d_hi - d_lo
     carry = np.empty(D, np.float32)
@@ -143,7 +103,7 @@ def _harmonic_backward(u, v, h, h0, offsets, kept, dh, dht, q_min, width, du, dv
         dh0[n, d_lo:d_hi] = carry
 
 
-@_compile
+@compile_loop
 def _linear_forward(g, x, h0, offsets, kept, h, ht, n_lo, n_hi, d_lo, d_hi):
     D = d_hi - d_lo
     state = np.empty(D, np.float32)
@@ -155,13 +115,13 @@ def _linear_forward(g, x, h0, offsets, kept, h, ht, n_lo, n_hi, d_lo, d_hi):
                 out[:] = state
                 continue
             for i in range(D):
-                new = _exp(gt[i]) * state[i] + xt[i]
+                new = exp(gt[i]) * state[i] + xt[i]
                 state[i] = new
                 out[i] = new
         ht[n, d_lo:d_hi] = state
 
 
-@_compile
+@compile_loop
 def _linear_backward(g, h, h0, offsets, kept, dh, dht, dg, dx, dh0, n_lo, n_hi, d_lo, d_hi):
     D = d_hi - d_lo
     carry = np.empty(D, np.float32)
@@ -182,7 +142,7 @@ def _linear_backward(g, h, h0, offsets, kept, dh, dht, dg, dx, dh0, n_lo, n_hi, 
                 for i in range(hi - lo):
                     grad = grad_[i] + carry_[i]
                     dx_[i] = grad
-                    flow = grad * _exp(g_[i])
+                    flow = grad * exp(g_[i])
                     dg_[i] = flow * before_[i]
                     carry_[i] = flow
         dh0[n, d_lo:d_hi] = carry
@@ -193,20 +153,16 @@ def forward(
     b: torch.Tensor,
     state: torch.Tensor,
     offsets: torch.Tensor,
-    decay_range: tuple[float, float] | None,
+    kept: torch.Tensor | None,
+    packed: bool,
+    decay_range: Sequence[float] | None,
     recurrent: bool,
-    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both scans; arguments and returns as `triton_scan.forward`. There is one way to walk: `recurrent` does not matter."""
+    """Both scans; arguments and returns as `chunk_fwd`. There is one way to walk: `recurrent` does not matter."""
+    kernel = _linear_forward if decay_range is None else _harmonic_forward
     x, y = _wide(a), _wide(b)
     h, final = _fresh(x), torch.empty_like(state)
-    borders, kept_array = offsets.numpy(), _kept_array(kept)
-    if decay_range is None:
-        _run(_linear_forward, borders, a.shape[1], [h], x.numpy(), y.numpy(), state.numpy(), borders, kept_array,
-             h.numpy(), final.numpy())
-    else:
-        _run(_harmonic_forward, borders, a.shape[1], [h], x.numpy(), y.numpy(), state.numpy(), borders, kept_array,
-             *_gate_range(decay_range), h.numpy(), final.numpy())
+    _run(kernel, offsets, [x, y, state, offsets, _kept(kept)], decay_range, [h, final])
     return h.to(a.dtype), final
 
 
@@ -216,23 +172,20 @@ def backward(
     h: torch.Tensor,
     state: torch.Tensor,
     offsets: torch.Tensor,
-    decay_range: tuple[float, float] | None,
+    kept: torch.Tensor | None,
+    packed: bool,
+    decay_range: Sequence[float] | None,
+    recurrent: bool,
     dh: torch.Tensor,
     dfinal: torch.Tensor,
-    recurrent: bool,
-    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `forward`; arguments and returns as `triton_scan.backward`."""
-    x, out, grad = _wide(a), _wide(h), _wide(dh)
+    """Gradients of `forward`; arguments and returns as `chunk_bwd`."""
+    kernel = _linear_backward if decay_range is None else _harmonic_backward
+    x = _wide(a)
+    logits = [x] if decay_range is None else [x, _wide(b)]
     da, db, dstate = _fresh(x), _fresh(x), torch.empty_like(state)
-    borders, kept_array = offsets.numpy(), _kept_array(kept)
-    if decay_range is None:
-        _run(_linear_backward, borders, a.shape[1], [da, db], x.numpy(), out.numpy(), state.numpy(), borders, kept_array,
-             grad.numpy(), dfinal.numpy(), da.numpy(), db.numpy(), dstate.numpy())
-    else:
-        _run(_harmonic_backward, borders, a.shape[1], [da, db], x.numpy(), _wide(b).numpy(), out.numpy(), state.numpy(),
-             borders, kept_array, grad.numpy(), dfinal.numpy(), *_gate_range(decay_range), da.numpy(), db.numpy(),
-             dstate.numpy())
+    inputs = [*logits, _wide(h), state, offsets, _kept(kept), _wide(dh), dfinal]
+    _run(kernel, offsets, inputs, decay_range, [da, db, dstate])
     return da.to(a.dtype), db.to(b.dtype), dstate
 
 
@@ -240,27 +193,23 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.float().contiguous()
 
 
-def _gate_range(decay_range: tuple[float, float]) -> tuple[np.float32, np.float32]:
-    return _F(1 - decay_range[1]), _F(decay_range[1] - decay_range[0])
-
-
-def _kept_array(kept: torch.Tensor | None) -> np.ndarray:
+def _kept(kept: torch.Tensor | None) -> torch.Tensor:
     # of no length where nothing is masked
-    return np.empty(0, np.uint8) if kept is None else kept.numpy()
+    return torch.empty(0, dtype=torch.uint8) if kept is None else kept
 
 
 def _fresh(like: torch.Tensor) -> torch.Tensor:
     """
-    Uninitialised memory. Above 32 MB the allocator maps it anew each time, and the kernel hands it out in pages of 4 KB,
+    Uninitialised memory. Above 32 MB the allocator maps it again each time, and the kernel hands it out in pages of 4 KB,
     which takes longer than the scan: ask for pages of 2 MB.
     """
     out = torch.empty_like(like)
-    if _is_mapped_anew(out):
+    if _is_large(out):
         _advise(out, 0, _bytes(out), MADV_HUGEPAGE)
     return out
 
 
-def _is_mapped_anew(x: torch.Tensor) -> bool:
+def _is_large(x: torch.Tensor) -> bool:
     return _bytes(x) >= 32 << 20
 
 
@@ -294,28 +243,31 @@ def _madvise() -> Callable[..., int] | None:
     return ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 
 
-def _run(kernel: Callable[..., None], offsets: np.ndarray, D: int, outputs: list[torch.Tensor], *args: object) -> None:
+def _run(
+    kernel: Callable[..., None],
+    offsets: torch.Tensor,
+    inputs: list[torch.Tensor],
+    decay_range: Sequence[float] | None,
+    outputs: list[torch.Tensor],
+) -> None:
+    gates = () if decay_range is None else (_F(1 - decay_range[1]), _F(decay_range[1] - decay_range[0]))
+    args = (*(x.numpy() for x in inputs), *gates, *(x.numpy() for x in outputs))
     threads = torch.get_num_threads()
-    own, *others = _tasks(offsets, D, threads)
+    own, *others = _tasks(offsets.numpy(), outputs[0].shape[1], threads)
     if threads == 1:
         for task in (own, *others):
             kernel(*args, *task)
         return
     # this thread works too
-    pool = _pool(threads - 1, os.getpid())
+    pool = thread_pool(threads - 1, os.getpid())
     waiting = [pool.submit(kernel, *args, *task) for task in others]
-    fresh = [out for out in outputs if _is_mapped_anew(out)]
+    # the last output is the states of sequences, which are few
+    fresh = [out for out in outputs[:-1] if _is_large(out)]
     if fresh and len(others) < threads - 1:
-        waiting.append(pool.submit(_map, fresh, len(outputs) > 1))
+        waiting.append(pool.submit(_map, fresh, len(outputs) > 2))
     kernel(*args, *own)
     for done in waiting:
         done.result()
-
-
-@cache
-def _pool(threads: int, pid: int) -> ThreadPoolExecutor:
-    # by process id: a forked child has the object but not its threads
-    return ThreadPoolExecutor(threads, thread_name_prefix="harmonic-scan")
 
 
 def _tasks(offsets: np.ndarray, D: int, threads: int) -> list[tuple[int, int, int, int]]:
