@@ -16,6 +16,7 @@ from pathlib import Path
 import tyro
 
 from eval.results import COMMANDS, write
+from eval.study import bodies
 from eval.study.sections import SECTIONS
 
 
@@ -87,7 +88,7 @@ def page(results: Path, beside: Path) -> str:
         parts += [f"## {section.title}\n", section.text]
         if (folder / COMMANDS).is_file():
             parts.append("".join(f"    {line}\n" for line in (folder / COMMANDS).read_text().splitlines()))
-        body = section.body(folder) if section.body else (folder / section.files[0]).read_text().strip()
+        body = getattr(bodies, section.body)(folder) if section.body else (folder / section.files[0]).read_text().strip()
         parts.append(body + "\n")
         for figure in section.figures:
             if (folder / figure).is_file():

@@ -16,8 +16,6 @@ ENWIK8 = {
     32768: (7.259, 6.549, 6.433),
     65536: (None, None, 6.169),
 }
-# WikiText-2 at 8,192 tokens, bits per token
-ABLATION = {"full": 8.178, "flat, middle range": 8.679, "no prediction error": 8.180}
 
 _DIFFERENCES = """\
 | | published | here |
