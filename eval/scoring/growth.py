@@ -1,14 +1,14 @@
 """Whether memory or time per token grows with a text: processes that have read texts of two lengths, side by side."""
 
-import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from eval.scoring.models import load_recurrent
@@ -17,23 +17,6 @@ from fla_harmonic import HarmonicForCausalLM
 
 LENGTHS = (1_000, 100_000)
 MODES = ("stream", "generate")
-
-
-@dataclass
-class Options:
-    """One process."""
-
-    model: Path
-    """Hugging Face directory."""
-
-    mode: str
-    """stream: a text is scored in chunks. generate: tokens are generated one by one."""
-
-    length: int
-    """Tokens before the measurement."""
-
-    chunk_size: int = 100
-    """Tokens of a chunk."""
 
 
 @dataclass
@@ -65,27 +48,6 @@ def peak_bytes() -> int:
     return 1024 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
 
 
-def advance(model: HarmonicForCausalLM, mode: str, chunk_size: int) -> Callable[[int], None]:
-    """A function that streams or generates that many more tokens (a multiple of `chunk_size`)."""
-    if mode == "stream":
-        vocab = model.config.vocab_size
-        stream = model.stream((number * 7919 % vocab for number in count()), chunk_size)
-
-        def read(tokens: int) -> None:
-            for _ in range(0, tokens, chunk_size):
-                next(stream)
-
-        return read
-
-    generated = _generated(model)
-
-    def generate(tokens: int) -> None:
-        for _ in range(tokens):
-            next(generated)
-
-    return generate
-
-
 @torch.no_grad()
 def _generated(model: HarmonicForCausalLM) -> Iterator[torch.Tensor]:
     token, cache = torch.zeros(1, 1, dtype=torch.long), None
@@ -95,18 +57,38 @@ def _generated(model: HarmonicForCausalLM) -> Iterator[torch.Tensor]:
         yield token
 
 
+def _run(pipe: Connection, directory: Path, mode: str, length: int, chunk_size: int) -> None:
+    """A process: reads or generates `length` tokens and sends its peak; then, for each word, the times of a chunk."""
+    model = load_recurrent(directory)
+    vocab = model.config.vocab_size
+    if mode == "stream":
+        steps: Iterator[torch.Tensor] = iter(model.stream((number * 7919 % vocab for number in count()), chunk_size))
+    else:
+        steps = _generated(model)
+    steps_a_chunk = 1 if mode == "stream" else chunk_size
+
+    def read(chunks: int) -> None:
+        for _ in islice(steps, chunks * steps_a_chunk):
+            pass
+
+    read(length // chunk_size)
+    pipe.send(peak_bytes())
+    while pipe.recv():
+        start = time.perf_counter(), time.process_time()
+        read(1)
+        pipe.send((time.perf_counter() - start[0], time.process_time() - start[1]))
+
+
 def measure(
     model: Path, mode: str, lengths: tuple[int, ...] = LENGTHS, chunk_size: int = 100, rounds: int = 51,
 ) -> list[Growth]:
     """
-    Peak memory and time per token at several lengths. Each has a process of its own; when all are there, they are timed in
-    turn, so that a busy machine slows all alike.
+    Peak memory and time per token of the Harmonic model in a directory, after several lengths. Each has a process of its own;
+    when all are there, they are timed in turn, so that a busy machine slows all alike.
 
     Args:
-        model (Path):
-            Hugging Face directory of a Harmonic model.
         mode (str):
-            `"stream"` or `"generate"`.
+            `"stream"`: a text is scored in chunks; `"generate"`: tokens are generated one by one.
         lengths (tuple[int, ...]):
             Tokens before the measurement. Default: 1,000 and 100,000.
         chunk_size (int):
@@ -116,37 +98,30 @@ def measure(
 
     Raises:
         ValueError: for a length that chunks do not fill.
-        RuntimeError: if a process ends before its time.
+        EOFError: a process ended before its time; its error is above.
     """
     for length in lengths:
         if length < chunk_size or length % chunk_size:
             raise ValueError(f"`lengths` must be positive multiples of chunk_size={chunk_size}; got {length}.")
-    processes: list[subprocess.Popen[str]] = []
-    try:
-        for length in lengths:
-            command = [sys.executable, "-m", "eval.growth", "--model", str(model), "--mode", mode, "--length", str(length),
-                       "--chunk_size", str(chunk_size)]
-            processes.append(
-                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1))
-        peaks = [int(_answer(process)) for process in processes]
-        times: list[list[list[float]]] = [[] for _ in processes]
-        for _ in range(rounds):
-            for process, own in zip(processes, times, strict=True):
-                process.stdin.write("next\n")  # type: ignore[union-attr]
-                own.append([float(seconds) / chunk_size for seconds in _answer(process).split()])
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    medians = [[statistics.median(column) for column in zip(*own, strict=True)] for own in times]
-    return [Growth(mode, length, peak, *row) for length, peak, row in zip(lengths, peaks, medians, strict=True)]
-
-
-def _answer(process: subprocess.Popen[str]) -> str:
-    line: str = process.stdout.readline()  # type: ignore[union-attr]
-    if not line:
-        raise RuntimeError(f"expected a measurement from {process.args!r}; the process ended. Its error is above.")
-    return line
+    # fresh processes: a fork would start from the peak of this one
+    context = get_context("spawn")
+    pipes = []
+    for length in lengths:
+        ours, theirs = context.Pipe()
+        context.Process(target=_run, args=(theirs, model, mode, length, chunk_size), daemon=True).start()
+        # the process alone holds its end: when it is gone, `recv` says so
+        theirs.close()
+        pipes.append(ours)
+    peaks = [pipe.recv() for pipe in pipes]
+    times = []
+    for _ in range(rounds):
+        for pipe in pipes:
+            pipe.send(True)
+            times.append(pipe.recv())
+    for pipe in pipes:
+        pipe.send(False)
+    medians = np.median(np.reshape(times, (rounds, len(lengths), 2)), axis=0) / chunk_size
+    return [Growth(mode, length, peak, *row) for length, peak, row in zip(lengths, peaks, medians.tolist(), strict=True)]
 
 
 def table(rows: list[Growth]) -> str:
@@ -159,14 +134,3 @@ def table(rows: list[Growth]) -> str:
             text for name, unit in units
             for text in (f"{getattr(row, name) * unit:.1f}", f"{getattr(row, name) / getattr(first[row.mode], name):.3f}"))]
         for row in rows))
-
-
-def main(options: Options) -> None:
-    model = load_recurrent(options.model)
-    more = advance(model, options.mode, options.chunk_size)
-    more(options.length)
-    print(peak_bytes(), flush=True)
-    for _ in sys.stdin:
-        start = time.perf_counter(), time.process_time()
-        more(options.chunk_size)
-        print(time.perf_counter() - start[0], time.process_time() - start[1], flush=True)
