@@ -17,8 +17,8 @@ from pathlib import Path
 import tyro
 from tqdm import tqdm
 
-from eval.scoring.audit import check_causal
 from eval.scoring.growth import MODES, measure, table
+from eval.scoring.in_situ import InSitu, Verdict
 from eval.scoring.models import load_recurrent
 from eval.scoring.text_pieces import TextPieces
 from fla_harmonic import HarmonicForCausalLM
@@ -81,7 +81,10 @@ class StreamScore:
     """Negative log-likelihood in bits, over `num_bytes`."""
 
     tokens_per_second: float
-    """Targets scored in a second of this run."""
+    """Targets scored in a second of this run, the audit included."""
+
+    audit: Verdict
+    """What the audit of this run's calls saw, with the states that they continued from."""
 
 
 def read(model: HarmonicForCausalLM, options: Options) -> StreamScore:
@@ -101,7 +104,6 @@ def read(model: HarmonicForCausalLM, options: Options) -> StreamScore:
         raise ValueError(
             f"`--save_every` must be a positive number of bytes, beside `--save_state FILE`; got {options.save_every} and "
             f"{options.save_state}.")
-    check_causal(model)
     text = TextPieces(options.text, JsonTokenizer(options.model))
     stream = model.stream(text, options.chunk_size, options.load_state)
     bytes_before = 0
@@ -128,7 +130,8 @@ def _read(stream: HarmonicStream, text: TextPieces, bytes_before: int, options: 
     saved, targets, start = text.num_bytes, stream.state.targets, time.perf_counter()
     # a pipe has no size
     size = text.path.stat().st_size or None
-    with tqdm(total=size, initial=text.num_bytes, unit="B", unit_scale=True, desc=text.path.name, mininterval=1) as bar:
+    bar = tqdm(total=size, initial=text.num_bytes, unit="B", unit_scale=True, desc=text.path.name, mininterval=1)
+    with bar, InSitu(stream.model) as audit:
         for _ in stream:
             bar.set_postfix_str(f"{stream.bits_per_token:.4f} bits per token", refresh=False)
             bar.update(text.num_bytes - bar.n)
@@ -143,7 +146,8 @@ def _read(stream: HarmonicStream, text: TextPieces, bytes_before: int, options: 
         raise ValueError(f"expected a text of two tokens or more; got {state.tokens} in {options.text}. Nothing to score.")
     bits = state.nll / math.log(2)
     return StreamScore(
-        state.tokens, state.targets, num_bytes, bits / state.targets, bits / num_bytes, (state.targets - targets) / seconds)
+        state.tokens, state.targets, num_bytes, bits / state.targets, bits / num_bytes, (state.targets - targets) / seconds,
+        audit.verdict.require())
 
 
 def main(options: Options) -> None:

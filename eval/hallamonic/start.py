@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from eval.results import Record, finished_line, keep_command, write
 from eval.scoring.audit import check_causal
+from eval.scoring.in_situ import InSitu
 from eval.tables import markdown, save
 from fla_harmonic.hallamonic.convert import convert_model, layer_options, load_source, parse_layers
 
@@ -104,7 +105,9 @@ def run(cell: Record, source: PreTrainedModel, inputs: torch.Tensor) -> Record:
     converted = convert_model(
         source, layers, cell["init"], layer_options(source.config, cell["expand_ratio"], cell["gate_rank"]))
     verdict = check_causal(converted.model, cell["audit_length"])
-    bits = bits_per_token(converted.model, inputs)
+    with InSitu(converted.model) as audit:
+        bits = bits_per_token(converted.model, inputs)
+    audit.verdict.require()
     print(f"layers {cell['layers']}, {cell['init']}: {bits:.4f} bits per token", flush=True)
     return {**cell, "bits_per_token": bits, "replaced": len(layers),
             "random_bits_per_token": verdict.random_bits_per_token, "log2_vocab": verdict.log2_vocab,

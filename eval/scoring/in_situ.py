@@ -10,6 +10,7 @@ with the tokens of every row replaced from a split of its own on. Everything the
 """
 
 import copy
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 # tokens up to and behind the split of a snippet, which shows a token id in a context that it has in the text
@@ -70,6 +72,12 @@ class Verdict:
 
     largest_effect: float = 0.0
     """Largest change behind a split: 0 for a model that does not see its input, of which an audit says nothing."""
+
+    random_bits_per_token: float = 0.0
+    """Loss on uniformly random tokens."""
+
+    log2_vocab: float = 0.0
+    """What no causal model can be below on them, up to the sample's error."""
 
     share: float = 0.0
     """Time of the audit over the time of the work."""
@@ -212,6 +220,8 @@ class InSitu:
         if self._longest is not None and not verdict.failure:
             with self._timed():
                 self._short_pieces(self._longest)
+                if not verdict.failure:
+                    self._random_tokens(self._longest.ids.device)
         if not verdict.failure and not verdict.splits + verdict.short_splits:
             verdict.failure = f"nothing to audit in {verdict.calls} calls, none of which has two tokens"
         verdict.ids, verdict.ids_tried = len(self._counts), len(self._tried & self._counts.keys())
@@ -389,6 +399,20 @@ class InSitu:
                               lambda both=both: short.repeat(both)[:len(both) // 2])
                 if self.verdict.failure:
                     return
+
+    @torch.no_grad()
+    def _random_tokens(self, device: torch.device) -> None:
+        """The loss on uniformly random tokens, of which nothing can be known."""
+        verdict = self.verdict
+        tokens = torch.from_numpy(self._generator.integers(self._vocab_size, size=(16, 64))).to(device)
+        logits = _answers(self.model(tokens))[:, :-1].float()
+        bits = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").double() / math.log(2)
+        error = bits.std().item() / math.sqrt(len(bits))
+        verdict.random_bits_per_token, verdict.log2_vocab = bits.mean().item(), math.log2(self._vocab_size)
+        # written so that NaN fails
+        if not verdict.random_bits_per_token >= verdict.log2_vocab - 4 * error:
+            verdict.failure = (f"{verdict.random_bits_per_token:.4f} bits per token on uniformly random tokens, below "
+                               f"log2({self._vocab_size}) = {verdict.log2_vocab:.4f}")
 
     def _compare(self, said: torch.Tensor, again: torch.Tensor, kept: np.ndarray, replaced: np.ndarray, bound: float,
                  what: str, same: Any) -> None:

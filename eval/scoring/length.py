@@ -29,8 +29,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from eval.results import Record, finished, keep_command, machine, record_digest, write, write_lines
-from eval.scoring.audit import check_causal
 from eval.scoring.context import Losses, buckets, is_recurrent, window_starts
+from eval.scoring.in_situ import InSitu
 from eval.scoring.models import digest, is_beyond, label_of, load, to_accelerator, trained_length
 from eval.scoring.targets import bits, target_losses
 from eval.scoring.texts import job_of, split_of
@@ -211,14 +211,16 @@ def run(directory: Path, label: str, plan: Plan, split: TokenSplit, options: Opt
     trained = trained_length(model)
     limit = None if is_recurrent(model) or options.beyond else trained
     # only where something is left to measure
-    audited = cache(lambda: (asdict(check_causal(model)), Losses(model, options.piece)))
+    losses_of = cache(lambda: Losses(model, options.piece))
 
     def timed(wanted: Measurement) -> Record:
-        verdict, losses_of = audited()
         bar.set_postfix_str(f"{wanted.kind} {wanted.length:,}")
         began = time.perf_counter()
-        result = measure(model, wanted, split.tokens, plan.num_bytes, losses_of, options.batch_tokens, bar.update)
-        return {"cell": asdict(wanted), **result, "seconds": time.perf_counter() - began, "audit": verdict,
+        of_windows = losses_of()
+        with InSitu(model) as audit:
+            result = measure(model, wanted, split.tokens, plan.num_bytes, of_windows, options.batch_tokens, bar.update)
+        return {"cell": asdict(wanted), **result, "seconds": time.perf_counter() - began,
+                "audit": asdict(audit.verdict.require()),
                 "machine": machine()}
 
     files = {wanted: options.out / "cells" / f"{wanted.name}.json" for wanted in plan.measurements(digest(directory), limit)}

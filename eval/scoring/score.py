@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from eval.scoring.audit import Audit, check_causal
+from eval.scoring.in_situ import InSitu, Verdict
 from eval.scoring.models import is_beyond, trained_length
 from eval.scoring.targets import bits, target_losses
 from fla_harmonic.text import TokenSplit
@@ -38,8 +38,8 @@ class Score:
     beyond_trained_length: bool
     """Whether a window is longer than the model was trained on: no fair score of a model with positions."""
 
-    audit: Audit
-    """The verdict on the model's causality."""
+    audit: Verdict
+    """What the audit of these very windows saw."""
 
 
 def score(
@@ -50,7 +50,6 @@ def score(
     stride: int | None = None,
     targets: range | None = None,
     num_bytes: int | None = None,
-    verdict: Audit | None = None,
 ) -> Score:
     """
     The loss in float32, summed in float64.
@@ -70,8 +69,6 @@ def score(
             Positions of the targets in the split. Default: every token but the first.
         num_bytes (int, Optional):
             UTF-8 bytes of the text of `targets`. Default: those of the whole split.
-        verdict (Audit, Optional):
-            What the audit of this model said. Default: it is made.
 
     Raises:
         RuntimeError: the model is not causal.
@@ -79,11 +76,11 @@ def score(
     """
     if (targets is None) != (num_bytes is None):
         raise ValueError(f"expected `targets` with their `num_bytes`, or neither; got {targets} and {num_bytes}.")
-    verdict = check_causal(model) if verdict is None else verdict
     stride = seq_len if stride is None else stride
     targets = range(1, len(split.tokens)) if targets is None else targets
     num_bytes = split.num_bytes if num_bytes is None else num_bytes
-    total = bits(target_losses(model, split.tokens, targets.start, targets.stop, seq_len, stride, batch_size))
+    with InSitu(model) as audit:
+        total = bits(target_losses(model, split.tokens, targets.start, targets.stop, seq_len, stride, batch_size))
     return Score(
         len(targets), targets.start, seq_len, stride, num_bytes, total / len(targets), total / num_bytes,
-        is_beyond(seq_len, trained_length(model)), verdict)
+        is_beyond(seq_len, trained_length(model)), audit.verdict.require())

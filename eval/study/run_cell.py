@@ -14,7 +14,6 @@ from torchtitan.train import Trainer
 
 import fla_harmonic.titan  # noqa: F401  (registers the specs)
 from eval.results import read_lines
-from eval.scoring.audit import check_causal
 from eval.scoring.models import load
 from eval.scoring.score import score
 from eval.study.cells import ONE_PROCESS, Cell, curve
@@ -120,7 +119,6 @@ def scores(cell: Cell, job: JobConfig, directory: Path) -> dict[str, Any]:
     model, _ = load(directory)
     if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
         model.to(device)  # type: ignore[arg-type]
-    verdict = check_causal(model)
     tokenizer = build_tokenizer(job)
     found = {}
     for name, number in (("test", cell.text.test), ("validation", cell.text.validation)):
@@ -129,5 +127,5 @@ def scores(cell: Cell, job: JobConfig, directory: Path) -> dict[str, Any]:
         ids = split.tokens[targets.start:targets.stop].tolist()
         num_bytes = len(ids) if cell.text.tokenizer == "bytes" else len(tokenizer.decode(ids).encode())
         batch = max(1, 16384 // cell.seq_len)
-        found[name] = asdict(score(model, split, cell.seq_len, batch, max(1, cell.seq_len // 2), targets, num_bytes, verdict))
+        found[name] = asdict(score(model, split, cell.seq_len, batch, max(1, cell.seq_len // 2), targets, num_bytes))
     return found

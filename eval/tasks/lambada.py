@@ -32,7 +32,7 @@ from scipy import stats
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.results import Record, finished, keep_command, machine, record_digest, write, write_lines
-from eval.scoring.audit import check_causal
+from eval.scoring.in_situ import InSitu
 from eval.scoring.models import digest, is_beyond, label_of, load, to_accelerator
 from eval.tables import markdown, save
 from eval.tasks.passages import passages
@@ -179,12 +179,12 @@ def evaluate(
         ValueError: the tokenizer adds more than one beginning of text, or parts a passage otherwise than before its last word.
     """
     length, trained = length_of(model, max_length), getattr(model.config, "max_position_embeddings", None)
-    verdict = check_causal(model)
     # with a cache transformers' Mamba walks token by token
     model.config.use_cache = False
     harness = WholeWords(model, tokenizer, length, batch_size, answers)
-    found = simple_evaluate(harness, tasks=[task_of(source)], task_manager=TaskManager(include_defaults=False),
-                            bootstrap_iters=0, log_samples=False)
+    with InSitu(model) as audit:
+        found = simple_evaluate(harness, tasks=[task_of(source)], task_manager=TaskManager(include_defaults=False),
+                                bootstrap_iters=0, log_samples=False)
     metrics = found["results"]["lambada"]
     number = len(source.texts)
     interval = stats.binomtest(round(metrics["acc,none"] * number), number).proportion_ci(method="wilson")
@@ -193,7 +193,7 @@ def evaluate(
         "accuracy_high": interval.high, "perplexity": metrics["perplexity,none"],
         "examples": number, "words_of_one_token": harness.words_of_one_token, "truncated": harness.truncated,
         "max_length": length, "trained_length": trained, "beyond_trained_length": is_beyond(length, trained),
-        "bos": bool(bos_ids(tokenizer)), "audit": asdict(verdict),
+        "bos": bool(bos_ids(tokenizer)), "audit": asdict(audit.verdict.require()),
     }
 
 

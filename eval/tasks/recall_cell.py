@@ -20,7 +20,7 @@ from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 
 from eval.results import draft_of
-from eval.scoring.audit import check_causal
+from eval.scoring.in_situ import InSitu
 from eval.scoring.models import build
 from eval.study.cells import Model, folder_name
 from eval.study.run_cell import kernels
@@ -100,12 +100,14 @@ def measure(cell: RecallCell, folder: Path) -> dict[str, Any]:
         model.to(device)
     speed = train(cell, model, folder / "checkpoint" / "state.pt")
     model.eval()
-    verdict = check_causal(model)
+    with InSitu(model) as audit:
+        found = {
+            "validation": [score(cell, model, size, "validation") for size in cell.trained],
+            "test": [score(cell, model, size, "test") for size in cell.tested],
+        }
     return {
         "parameters": sum(p.numel() for p in model.parameters()), "tokens_seen": cell.step_tokens * cell.steps,
-        "tokens_per_second": speed, "kernels": ran_on, "audit": asdict(verdict),
-        "validation": [score(cell, model, size, "validation") for size in cell.trained],
-        "test": [score(cell, model, size, "test") for size in cell.tested],
+        "tokens_per_second": speed, "kernels": ran_on, "audit": asdict(audit.verdict.require()), **found,
     }
 
 
