@@ -418,6 +418,9 @@ class InSitu:
                  what: str, same: Any) -> None:
         """Compares what a model said with what it says after tokens were replaced; `same` runs the original once more."""
         verdict = self.verdict
+        if said.isnan().any():
+            verdict.failure = f"logits that are no numbers (NaN) {what}"
+            return
         change = torch.stack([_change(*rows) for rows in zip(said, again, strict=True)]).numpy()
         before = np.where(kept, change, 0.0)
         verdict.largest_effect = max(verdict.largest_effect, float(np.where(replaced, change, 0.0).max()))
