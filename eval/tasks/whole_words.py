@@ -63,8 +63,9 @@ class WholeWords(HFLM):
         if self.answers is not None and self.answers.is_file():
             known = [json.loads(line) for line in self.answers.read_text().splitlines()]
         block = _BATCHES * int(self.batch_size)
-        # the last ones again, so that there are calls to audit
-        del known[max(0, len(known) - 1) // block * block:]
+        if len(known) == len(requests):
+            # the last ones again, so that there are calls to audit
+            del known[-block:]
         with tqdm(total=len(requests), initial=len(known), unit="passage", disable=disable_tqdm) as bar:
             for start in range(len(known), len(requests), block):
                 some = requests[start:start + block]

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from eval.scoring.planted_leaks import Table
 from eval.tasks import lambada
 from eval.tasks.lambada import Options, Source, evaluate, main, source_of, table
 from eval.tasks.passages import passages
@@ -112,8 +111,8 @@ def test_a_tokenizer_that_adds_a_beginning_of_text_gets_exactly_one() -> None:
         check(result, [by_hand(model, [*bos, *text[:-1]], text[-1:]) for text in ids])
         assert result["words_of_one_token"] == 4
         assert result["bos"] == bool(bos)
-        # after the audit: all but the last word, in an order of lm-eval's own
-        assert sorted(row.tolist()[0] for row in seen[-4:]) == sorted([*bos, *text[:-1]] for text in ids)
+        # all but the last word, in an order of lm-eval's own; what else was seen is the audit's
+        assert all([*bos, *text[:-1]] in [row.tolist()[0] for row in seen] for text in ids)
 
 
 @pytest.mark.parametrize("template", ["<s> <s> $A", "<s> $A </s>", "$A </s>", "</s> $A"])
@@ -195,13 +194,14 @@ def test_a_killed_run_goes_on(
     resumed = evaluate(trained, tokenizer, Source(texts, "here"), batch_size=1, answers=tmp_path / "answers.jsonl")
     assert [len(block) for block in asked] == [8, 8, 8, 1]
     assert [context + word for block in asked for context, word in block] == list(texts)
+    assert resumed.pop("audit")["failure"] == whole.pop("audit")["failure"] == ""
     assert resumed == whole
 
 
 def test_a_model_that_reads_the_future_gets_no_score(tokenizer: PreTrainedTokenizerBase) -> None:
-    leak: Any = Table(mix="shift")
-    leak.config.max_position_embeddings = LENGTH
-    with pytest.raises(RuntimeError, match="not scored"):
+    leak = llama(256)
+    leak.lm_head.register_forward_hook(lambda module, args, logits: logits + logits.flip(1))
+    with pytest.raises(RuntimeError, match="gets no score"):
         evaluate(leak, tokenizer, Source(TEXTS, "here"))
 
 

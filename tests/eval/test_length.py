@@ -190,6 +190,9 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_numbers(
     keys = ("model", "cell", "bits_per_token", "bits_per_byte", "buckets", "trained_length", "audit")
     whole, resumed = (
         [{key: record.get(key) for key in keys} for record in records(tmp_path / name)] for name in ("whole", "killed"))
+    for record in (*whole, *resumed):
+        # a time
+        assert record["audit"].pop("share") > 0
     assert whole == resumed
     assert all(record["audit"]["failure"] == "" for record in whole)
     assert (tmp_path / "killed" / "length.png").stat().st_size > 0
@@ -230,7 +233,7 @@ def test_a_model_that_reads_the_future_gets_no_score(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(length, "load", lambda directory: (Table(mix="pool 4"), None))
-    with pytest.raises(RuntimeError, match="not scored"):
+    with pytest.raises(RuntimeError, match="gets no score"):
         compare(*options(folders, tmp_path))
     assert not list(tmp_path.rglob("*.json*"))
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eval.scoring.audit import audit
 from eval.scoring.models import load
 from eval.scoring.planted_leaks import Table
 from eval.scoring.score import score
@@ -34,7 +33,7 @@ def test_model_with_nan_logits_gets_no_score() -> None:
 
 
 def test_model_that_reads_the_future_gets_no_score() -> None:
-    with pytest.raises(RuntimeError, match="NaN"):
+    with pytest.raises(RuntimeError, match="gets no score"):
         score(Table(mix="shift"), split_of(np.arange(100) % 256), 32, 2)
 
 
@@ -52,9 +51,7 @@ def test_every_token_but_the_first_counts_once_whatever_the_window(seq_len: int)
     assert result.bits_per_byte == pytest.approx(expected / 500, rel=1e-6)
 
 
-def test_zero_logits_give_the_bits_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    # an audit of 32,000 logits a token is not what this is about
-    monkeypatch.setattr("eval.scoring.score.check_causal", lambda model: audit(Table(), 8))
+def test_zero_logits_give_the_bits_of_the_vocabulary() -> None:
     result = score(Table(vocab_size=32000, scale=0.0), split_of(np.arange(100)), 64, 1)
     assert result.bits_per_token == pytest.approx(math.log2(32000), abs=1e-4)
     assert round(result.bits_per_token, 4) == 14.9658

@@ -179,7 +179,7 @@ def test_text_without_targets_has_no_score(directory: Path, tmp_path: Path, text
 def test_model_that_reads_the_future_gets_no_score(directory: Path, tmp_path: Path) -> None:
     model = load_recurrent(directory)
     model.lm_head.register_forward_hook(lambda module, args, logits: logits + logits.flip(1))
-    with pytest.raises(RuntimeError, match="not scored"):
+    with pytest.raises(RuntimeError, match="gets no score"):
         read(model, Options(directory, written(tmp_path / "text.txt", "some text")))
 
 
