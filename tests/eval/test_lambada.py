@@ -198,6 +198,7 @@ def test_a_killed_run_goes_on(
     assert resumed == whole
 
 
+@pytest.mark.processes
 def test_a_model_that_reads_the_future_gets_no_score(tokenizer: PreTrainedTokenizerBase) -> None:
     leak = llama(256)
     leak.lm_head.register_forward_hook(lambda module, args, logits: logits + logits.flip(1))
