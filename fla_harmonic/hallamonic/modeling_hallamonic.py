@@ -106,6 +106,7 @@ class HallamonicPreTrainedModel(PreTrainedModel):
     config_class = HallamonicConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _keep_in_fp32_modules_strict = ["timescale"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True

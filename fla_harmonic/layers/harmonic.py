@@ -98,7 +98,8 @@ class Timescale(nn.Module):
     Bias of a level's gate logits: the timescale of each channel at zero input.
 
     A module of its own, not the bias of the gate's last linear map: the weight initialisation of Hugging Face models sets
-    those to zero, and optimizers and parallelism find it by its name.
+    those to zero, and optimizers and parallelism find it by its name. The bias is float32 in a narrow model too, so FSDP
+    needs a group for it.
 
     Args:
         size (int):
@@ -113,15 +114,22 @@ class Timescale(nn.Module):
         super().__init__()
         self.timescale = timescale
         self.decay_range = decay_range
-        self.bias = nn.Parameter(torch.empty(size))
+        # transformers builds models under their narrow dtype
+        self.bias = nn.Parameter(torch.empty(size, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)))
         self.reset_parameters()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
         self._mark()
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Timescale:
-        super()._apply(*args, **kwargs)
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Timescale:
+        def widely(x: torch.Tensor) -> torch.Tensor:
+            applied = fn(x)
+            # of `half()` and its like only the move: a bias rounded to bfloat16 is a timescale that is off by up to 1.6%
+            narrow = applied.is_floating_point() and applied.element_size() < 4
+            return x.to(applied.device, torch.float32) if narrow else applied
+
+        super()._apply(widely, recurse)
         self._mark()
         return self
 
@@ -147,8 +155,7 @@ class Timescale(nn.Module):
             self.bias.copy_(torch.logit((1 - 1 / tau - a_min) / (a_max - a_min)))
 
     def forward(self, u: torch.Tensor) -> torch.Tensor:
-        # in float32 even for narrow logits: a bias rounded to bfloat16 is a timescale that is off by up to 1.6% for good,
-        # while the rounding of the sum changes from token to token
+        # the rounding of the sum to narrow logits changes from token to token
         return (u + self.bias).to(u.dtype)
 
     def extra_repr(self) -> str:

@@ -1,5 +1,8 @@
 """torch.compile of a Harmonic model."""
 
+import os
+import shutil
+
 import pytest
 import torch
 from small_models import model, tokens
@@ -8,7 +11,9 @@ from small_models import model, tokens
 @pytest.mark.parametrize(("preset", "backend"), [
     # graphs of the forward and backward pass without generated code, which takes minutes
     ("paper", "aot_eager"), ("stack", "aot_eager"),
-    pytest.param("paper", "inductor", marks=[pytest.mark.slow, pytest.mark.processes]),
+    pytest.param("paper", "inductor", marks=[
+        pytest.mark.slow, pytest.mark.processes,
+        pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler: g++")]),
 ])
 def test_training_step_is_one_graph_with_the_gradients_of_eager(preset: str, backend: str) -> None:
     lm = model(preset).train()

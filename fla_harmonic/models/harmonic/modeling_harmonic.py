@@ -96,6 +96,7 @@ class HarmonicPreTrainedModel(FLAPreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["HarmonicBlock"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["timescale"]  # noqa: RUF012
     _supports_cache_class = True
 
     @property
