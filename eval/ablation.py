@@ -74,10 +74,7 @@ def variants(options: Options) -> dict[str, tuple[str, ...]]:
 
 
 def protocol_of(options: Options) -> Protocol:
-    """
-    Raises:
-        ValueError: its cells would not be comparable.
-    """
+    """The study that the options name; see `StudyOptions.protocol_of`."""
     if options.base not in HARMONIC:
         raise ValueError(f"`base` must be one of {tuple(HARMONIC)}; got {options.base!r}.")
     models = [Model(name, "harmonic", options.base, at_equal_parameters(options.base, fields) if fields else ())

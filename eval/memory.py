@@ -88,16 +88,11 @@ def cells(options: Options) -> list[list[Record]]:
     """
     if not options.seq_lens or list(options.seq_lens) != sorted(set(options.seq_lens)) or options.seq_lens[0] < 1:
         raise ValueError(f"`seq_lens` must be positive and rise; got {options.seq_lens}.")
+    common = {name: getattr(options, name) for name in ("size", "steps", "threads", "limit_gib", "timeout_s")}
+    more = {loss: [*(option.format(**vars(options)) for option in LOSSES[loss]), *options.overrides] for loss in LOSSES}
     return [
-        [
-            {"model": family, "loss": loss, "seq_len": seq_len, "size": options.size, "steps": options.steps,
-             "threads": options.threads, "limit_gib": options.limit_gib, "timeout_s": options.timeout_s, "options": [
-                *(option.format(chunk=options.chunk, segment=options.segment) for option in LOSSES[loss]), *options.overrides,
-            ]}
-            for seq_len in options.seq_lens
-        ]
-        for family in options.families for loss in options.losses if family == "harmonic" or loss != "segments"
-    ]
+        [{"model": family, "loss": loss, "seq_len": seq_len, **common, "options": more[loss]} for seq_len in options.seq_lens]
+        for family in options.families for loss in options.losses if family == "harmonic" or loss != "segments"]
 
 
 def run(cell: Record, options: Options) -> Record:
@@ -135,8 +130,8 @@ def run(cell: Record, options: Options) -> Record:
     if last["n_tokens_seen"] != cell["seq_len"] * options.steps:
         raise RuntimeError(
             f"expected {options.steps} steps of {cell['seq_len']} tokens, but the run saw {last['n_tokens_seen']}")
-    result |= {"peak_gib": last["memory/max_active(GiB)"], "seconds": last["time_metrics/end_to_end(s)"]}
-    return result | {"loss_value": last["loss_metrics/global_avg_loss"], "grad_norm": last["grad_norm"]}
+    return {**result, "peak_gib": last["memory/max_active(GiB)"], "seconds": last["time_metrics/end_to_end(s)"],
+            "loss_value": last["loss_metrics/global_avg_loss"], "grad_norm": last["grad_norm"]}
 
 
 def limit_memory(limit_gib: float):

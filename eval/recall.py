@@ -113,12 +113,7 @@ PRESETS = {
 
 
 def cells(options: Options, task: str, seeds: Iterable[int], lrs: dict[str, Sequence[float]]) -> list[RecallCell]:
-    """
-    Cells of a task: every model with every seed at each of its learning rates.
-
-    Raises:
-        ValueError: see `RecallCell.check`.
-    """
+    """Cells of a task, checked: every model with every seed at each of its learning rates."""
     if task == "mqar":
         kind: Task = MQAR(options.mqar_vocab)
         trained, tested = (tuple(Size(*size) for size in sizes) for sizes in (options.mqar_sizes, options.mqar_tested))
@@ -147,10 +142,7 @@ def accuracy(result: Record) -> tuple[float, float, float]:
 
 def run(options: Options) -> list[Record]:
     """
-    Runs the study, or what is not there of it.
-
-    Returns:
-        The results of all cells, each with its `stage`: `"sweep"`, or `"best"` for those that count.
+    The results of all cells, each with its `stage`: `"sweep"`, or `"best"` for those that count; what is missing is run.
 
     Raises:
         ValueError: a list of the study is empty or says something twice; see also `RecallCell.check`.

@@ -43,15 +43,7 @@ machine, ratios within a table less. Every model was audited for causality (`pyt
 
 
 def collect(source: Path, results: Path) -> list[str]:
-    """
-    Copies the results of the studies in `source` that are there.
-
-    Returns:
-        Their names.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """Copies the results of the studies in `source` that are there, and returns their names; none is a FileNotFoundError."""
     found = []
     for section in SECTIONS:
         folder = source / section.name
@@ -70,15 +62,7 @@ def collect(source: Path, results: Path) -> list[str]:
 
 
 def page(results: Path, beside: Path) -> str:
-    """
-    The page in Markdown.
-
-    Args:
-        results (Path):
-            Folder of the results.
-        beside (Path):
-            Folder that the page lies in, from which it links figures.
-    """
+    """The page of a folder of results in Markdown, that lies in the folder `beside`, from which it links figures."""
     parts, missing = [_HEAD.format(results=results)], []
     for section in SECTIONS:
         folder = results / section.name

@@ -101,7 +101,6 @@ def study(options: Options) -> dict[str, list[Path]]:
     starts: list[tuple[Literal["attention", "random"], int, Path]] = []
     for (seed, directory), init in itertools.product(zip(options.seeds, found["Llama"], strict=True), options.inits):
         converted = options.out / "converted" / f"{directory.parent.name}-{init}"
-        converted.parent.mkdir(parents=True, exist_ok=True)
         convert(Convert(str(directory), converted, init=init, seed=seed))
         starts.append((init, seed, converted))
         found.setdefault(f"{init}, converted", []).append(converted)

@@ -98,7 +98,6 @@ def main(options: Options) -> None:
     cells, folders = [], []
     for init in options.inits:
         converted = options.out / "converted" / f"{digest(options.model)[:10]}-{options.layers}-{init}-seed{options.seed}"
-        converted.parent.mkdir(parents=True, exist_ok=True)
         convert(Convert(str(options.model), converted, layers=options.layers, init=init, seed=options.seed))
         text = text_of("novels", "", "hf", str(converted), options.targets, options.targets)
         cells.append(cell(Model(init, "hallamonic", "hf"), options.config, text, options.seed, options.steps,

@@ -28,25 +28,18 @@ class Audit:
 
     failure: str
     """The first check that failed, with the position."""
-
     splits: int
     """Splits that were tried."""
-
     length: int
     """Tokens of a sequence."""
-
     largest_change: float
     """Largest change of a logit before a split when the tokens after it changed."""
-
     largest_effect: float
     """Largest change of a logit at a split: 0 for a model that does not see its input, of which the audit says nothing."""
-
     random_bits_per_token: float
     """Loss on uniformly random tokens."""
-
     log2_vocab: float
     """What no causal model can be below on them, up to the sample's error."""
-
     packing: str
     """`"exact"`, `"leaks"`, or `"not supported"` for a model that does not know `cu_seqlens`."""
 
@@ -63,18 +56,9 @@ def splits(length: int) -> list[int]:
 
 def audit(model: nn.Module, length: int = 264, bound: float = 1e-5, batch_size: int = 16) -> Audit:
     """
-    Tries a model; it is left as it was.
-
-    Args:
-        model (nn.Module):
-            A Hugging Face causal language model, or any module from token ids `[B, T]` to logits `[B, T, V]` with an
-            `nn.Embedding` of the tokens.
-        length (int):
-            Tokens of the sequences that are tried. Default: 264.
-        bound (float):
-            Change of a logit that rounding may cause, times the largest logit where that is above 1. Default: 1e-5.
-        batch_size (int):
-            Splits tried at once. Default: 16.
+    Tries a model, which is left as it was, on sequences of `length` tokens, `batch_size` splits at once: a Hugging Face causal
+    language model, or any module from token ids `[B, T]` to logits `[B, T, V]` with an `nn.Embedding` of the tokens. `bound`
+    is the change of a logit that rounding may cause, times the largest logit where that is above 1.
 
     Raises:
         ValueError: for a length below 2, or a model without an embedding.
@@ -82,19 +66,17 @@ def audit(model: nn.Module, length: int = 264, bound: float = 1e-5, batch_size: 
     if length < 2:
         raise ValueError(f"`length` must be at least 2, for a token after a split; got {length}.")
     embedding = _embedding(model)
-    V = embedding.num_embeddings
-    generator = torch.Generator().manual_seed(0)
-    tokens, others = torch.randint(V, (2, length), generator=generator)
+    V, device = embedding.num_embeddings, embedding.weight.device
+    tokens, others = torch.randint(V, (2, length), generator=torch.Generator().manual_seed(0)).to(device)
     # every later token differs
     others = torch.where(others == tokens, (others + 1) % V, others)
-    tokens, others = (x.to(embedding.weight.device) for x in (tokens, others))
     tried = splits(length)
     training = model.training
     model.eval()
     try:
         largest, effect, failure = _suffixes(model, tokens, others, tried, bound, batch_size)
         failure = failure or _gradients(model, embedding, tokens, tried)
-        bits, error = _random_bits(model, V, length, embedding.weight.device)
+        bits, error = _random_bits(model, V, length, device)
         # written so that NaN fails
         if not failure and not bits >= math.log2(V) - 4 * error:
             failure = f"{bits:.4f} bits per token on uniformly random tokens, below log2({V}) = {math.log2(V):.4f}"
@@ -154,20 +136,14 @@ def _gradients(model: nn.Module, embedding: nn.Embedding, tokens: torch.Tensor, 
         leaves.append(output.detach().requires_grad_())
         return leaves[-1]
 
-    handle = embedding.register_forward_hook(make_leaf)
-    try:
+    with embedding.register_forward_hook(make_leaf):
         logits = _logits(model, tokens[None])
-    finally:
-        handle.remove()
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits)
     # borders, and not every split: one backward pass each
     for split in sorted({1, 2, len(tokens) // 2, *(s for s in tried if s % BORDER in (0, 1, BORDER - 1))}):
-        loss = (logits[:, :split] * weights[:, :split]).sum()
-        gradient, = torch.autograd.grad(loss, leaves, retain_graph=True)
-        seen = (gradient[0, split:] != 0).any(-1)
-        if seen.any():
-            position = split + int(seen.nonzero()[0])
-            return f"logits before position {split} with a gradient for the token at {position}"
+        gradient, = torch.autograd.grad((logits * weights)[:, :split].sum(), leaves, retain_graph=True)
+        if seen := gradient[0, split:].any(-1).nonzero().flatten().tolist():
+            return f"logits before position {split} with a gradient for the token at {split + seen[0]}"
     return ""
 
 
@@ -200,8 +176,9 @@ def _logits(model: Any, tokens: torch.Tensor, **options: torch.Tensor) -> torch.
 
 
 def _embedding(model: Any) -> nn.Embedding:
-    found = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    found = found or next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-    if not isinstance(found, nn.Embedding):
-        raise ValueError(f"expected a model with an nn.Embedding of its tokens; {type(model).__name__} has none.")
-    return found
+    if hasattr(model, "get_input_embeddings"):
+        return model.get_input_embeddings()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            return module
+    raise ValueError(f"expected a model with an nn.Embedding of its tokens; {type(model).__name__} has none.")

@@ -18,15 +18,7 @@ class Losses:
     """
     Losses of windows, as `eval.scoring.targets.window_losses` gives them; only a piece of them has logits at a time. A
     Harmonic without attention reads a window that is longer than a piece in pieces too, so that its memory is constant.
-
-    Args:
-        model (PreTrainedModel):
-            The model that will be scored.
-        piece (int):
-            Tokens of a piece, in all rows together. Sets memory, and changes no loss beyond rounding.
-
-    Raises:
-        ValueError: the piece is below 1.
+    `piece` counts the tokens of all rows; it sets memory, and changes no loss beyond rounding.
     """
 
     def __init__(self, model: PreTrainedModel, piece: int) -> None:
@@ -90,11 +82,8 @@ def window_starts(num_tokens: int, length: int, windows: int) -> list[int]:
 
 def buckets(losses: torch.Tensor) -> list[dict[str, Any]]:
     """
-    Losses by position in buckets that double: after 1, 2, 3 to 4, 5 to 8, ... tokens. Every target is in one of them.
-
-    Args:
-        losses (torch.Tensor):
-            Nats, `[windows, length]`, length >= 1.
+    Losses in nats, `[windows, length]`, by position in buckets that double: after 1, 2, 3 to 4, 5 to 8, ... tokens. Every
+    target is in one of them.
 
     Returns:
         For each bucket the positions `[first, stop)`, of which p is predicted from p + 1 tokens, the number of `targets`, and

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
@@ -32,13 +33,7 @@ class Subject:
 
 
 class Generation:
-    """
-    One sequence that a model reads, and then continues greedily.
-
-    Args:
-        model (PreTrainedModel):
-            A causal language model in evaluation mode whose cache is transformers' DynamicCache.
-    """
+    """One sequence that a model, whose cache is transformers' DynamicCache, reads and then continues greedily."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -63,16 +58,9 @@ class Generation:
     @property
     def cache_bytes(self) -> int:
         """Bytes of what is kept of the sequence: keys and values of attention layers, states of recurrent ones."""
-        storages = {tensor.untyped_storage() for layer in self.cache.layers for tensor in _tensors(vars(layer))}
+        storages = [leaf.untyped_storage() for leaf in tree_leaves([vars(layer) for layer in self.cache.layers])
+                    if isinstance(leaf, torch.Tensor)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, dict | tuple | list):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from _tensors(value)
 
 
 def _now(device: torch.device) -> float:
@@ -85,22 +73,12 @@ def measure(
     subjects: Sequence[Subject], tokens: np.ndarray, context: int, new_tokens: int, rounds: int, piece: int,
 ) -> list[Record]:
     """
-    Lets models generate in turn, so that what else the machine does meets all alike.
-
-    Args:
-        subjects (Sequence[Subject]):
-            The models.
-        tokens (np.ndarray):
-            Token ids of a text, repeated where it is shorter than the context.
-        context, new_tokens (int):
-            Tokens that are read, and then tokens that a model generates in each round.
-        rounds (int):
-            How often each model has its turn. The median counts.
-        piece (int):
-            Tokens that are read at once.
+    Lets models read the context, `piece` tokens at once, and generate `new_tokens` in turn, so that what else the machine does
+    meets all alike. A text that is shorter than the context is repeated.
 
     Returns:
-        For each model `model`, `seconds_a_token`, `seconds_to_read`, `cache_bytes` and `beyond_trained_length`.
+        For each model `model`, `seconds_a_token` (the median of the rounds), `seconds_to_read`, `cache_bytes` and
+        `beyond_trained_length`.
     """
     ids = torch.from_numpy(np.resize(tokens, context).astype(np.int64))[None]
     runs, reading, kept = [Generation(subject.model) for subject in subjects], [], []

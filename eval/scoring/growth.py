@@ -27,10 +27,8 @@ class Growth:
     length: int
     peak_bytes: int
     """Largest resident set of the process up to `length`."""
-
     seconds: float
     """Median time per token after `length`."""
-
     cpu_seconds: float
     """The same in time of the CPU, which other programs on the machine disturb less."""
 

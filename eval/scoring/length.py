@@ -92,24 +92,17 @@ class Measurement:
 
     kind: str
     """`"context"`: loss on the targets; `"position"`: loss by position in windows."""
-
     length: int
     """Tokens of context, or of a window."""
-
     stride: int
     """Targets of a window."""
-
     targets: tuple[int, ...]
     """First target and the one after the last, of a context."""
-
     starts: tuple[int, ...]
     """First tokens of the windows, of positions."""
-
     weights: str
-    """Digest of the model."""
-
+    """Digest of the model, as `tokens` is of the text's."""
     tokens: str
-    """Digest of the text's tokens."""
 
     @property
     def name(self) -> str:
@@ -172,12 +165,7 @@ def text_bytes(tokenizer: JsonTokenizer, ids: list[int]) -> int:
 
 
 def measure(
-    model: PreTrainedModel,
-    wanted: Measurement,
-    tokens: np.ndarray,
-    num_bytes: int,
-    losses_of: Losses,
-    batch_tokens: int,
+    model: PreTrainedModel, wanted: Measurement, tokens: np.ndarray, num_bytes: int, losses_of: Losses, batch_tokens: int,
     progress: Callable[[int], None] | None = None,
 ) -> Record:
     """
@@ -257,15 +245,9 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
 def table(records: Sequence[Record], value: str = "bits_per_token") -> str:
     """
-    Records as two Markdown tables: loss with each context on the same targets, and loss by position. A model's column has the
-    mean over its seeds (and the spread, lowest to highest). The lowest of a row is bold; what is longer than a model was
-    trained on says so, and is never the lowest.
-
-    Args:
-        records (Sequence[Record]):
-            Lines of `length.jsonl`.
-        value (str):
-            `"bits_per_token"` or `"bits_per_byte"`, of the first table. Default: `"bits_per_token"`.
+    Records as two Markdown tables: loss (`value`) with each context on the same targets, and loss by position. A model's
+    column has the mean over its seeds (and the spread, lowest to highest). The lowest of a row is bold; what is longer than a
+    model was trained on says so, and is never the lowest.
     """
     rows = frame(records)
     parts = (("context", value, "on the same targets, by tokens of context"),
@@ -293,7 +275,7 @@ def _text(rows: pd.DataFrame, value: str, is_lowest: bool) -> str:
 
 
 def _labels(rows: pd.DataFrame) -> list[str]:
-    return sorted({label for label in rows["label"] if label})
+    return sorted({*rows["label"]} - {""})
 
 
 def plot(records: Sequence[Record], file: Path) -> None:
@@ -315,12 +297,7 @@ def plot(records: Sequence[Record], file: Path) -> None:
 
 
 def compare(options: Options, overrides: Sequence[str]) -> list[Record]:
-    """
-    Scores the models on the text of a torchtitan job, and writes records, tables and plot.
-
-    Returns:
-        The lines of `length.jsonl`.
-    """
+    """Scores the models on the text of a torchtitan job, writes records, tables and plot, and returns the records."""
     labels = options.labels or tuple(map(label_of, options.models))
     if not options.models or len(labels) != len(options.models):
         raise ValueError(f"expected models and as many `labels`; got {len(options.models)} models and {len(labels)} labels.")

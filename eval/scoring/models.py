@@ -70,15 +70,8 @@ def label_of(directory: Path) -> str:
 
 def build(flavor: str, vocab_size: int | None = None, longest: int | None = None) -> PreTrainedModel:
     """
-    The untrained Hugging Face model of a flavor of the torchtitan plugin, in evaluation mode.
-
-    Args:
-        flavor (str):
-            `family/flavor`, e.g. `harmonic/debug`.
-        vocab_size (int, Optional):
-            Tokens in place of the flavor's. Default: those of the flavor.
-        longest (int, Optional):
-            Tokens of the longest sequence that the model will see, the limit of one with positions. Default: the flavor's.
+    The untrained Hugging Face model of a flavor, `family/flavor`, of the torchtitan plugin, in evaluation mode; with another
+    vocabulary, and another limit of a model with positions, where these are given.
 
     Raises:
         ValueError: if there is no such flavor.

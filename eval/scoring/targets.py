@@ -29,14 +29,6 @@ def windows(first: int, stop: int, seq_len: int, stride: int) -> Iterator[Window
     last `stride` of their successors, so that a target is predicted from at least `seq_len - stride + 1` tokens, wherever
     the text has so many before it.
 
-    Args:
-        first, stop (int):
-            The targets. The first token of a text is nobody's target.
-        seq_len (int):
-            Input tokens of a window.
-        stride (int):
-            Targets of a window, at most `seq_len`.
-
     Raises:
         ValueError: the range is empty or begins before token 1, or the stride is not in `[1, seq_len]`.
     """
@@ -52,19 +44,8 @@ def windows(first: int, stop: int, seq_len: int, stride: int) -> Iterator[Window
 @torch.no_grad()
 def window_losses(model: PreTrainedModel, ids: torch.Tensor, scored: int) -> torch.Tensor:
     """
-    Negative log-likelihoods, in nats, of the last tokens of windows of one length; their logits are all there at once.
-
-    Args:
-        model (PreTrainedModel):
-            A causal language model in evaluation mode.
-        ids (torch.Tensor):
-            Token ids, `[B, n + 1]`: n inputs and the target of the last.
-        scored (int):
-            Targets of a window.
-
-    Returns:
-        torch.Tensor:
-            float32 `[B, scored]`.
+    Negative log-likelihoods in nats, float32 `[B, scored]`, of the last tokens of windows `[B, n + 1]` (n inputs and the
+    target of the last); their logits are all there at once.
     """
     logits = model(ids[:, :-1], use_cache=False, logits_to_keep=scored).logits
     pairs = zip(logits.flatten(0, 1).split(_LOSS_ROWS), ids[:, -scored:].flatten().split(_LOSS_ROWS), strict=True)
@@ -85,25 +66,12 @@ def target_losses(
     losses_of: Callable[[PreTrainedModel, torch.Tensor, int], torch.Tensor] = window_losses,
 ) -> torch.Tensor:
     """
-    Negative log-likelihoods, in nats, of the tokens `[first, stop)`; see `windows`.
+    Negative log-likelihoods in nats, float64 `[stop - first]` on the CPU, of the tokens `[first, stop)` of a text; see
+    `windows`, of which `batch_size` are computed at once, in float32, by `losses_of`.
 
     Args:
-        model (PreTrainedModel):
-            A causal language model in evaluation mode.
-        tokens (np.ndarray):
-            Token ids of the text, `[n]`, n >= stop.
-        first, stop, seq_len, stride (int):
-            Targets and windows.
-        batch_size (int):
-            Windows computed at once. Default: 1.
         progress (Callable[[int], None], Optional):
             Called with the number of targets that were done. Default: `None`.
-        losses_of (Callable):
-            How the losses of windows are computed. Default: `window_losses`.
-
-    Returns:
-        torch.Tensor:
-            float64 `[stop - first]` on the CPU. Computed in float32.
 
     Raises:
         ValueError: the text ends before the targets do; and see `windows`.

@@ -12,21 +12,8 @@ _BLOCK_BYTES = 1 << 16
 
 class TextPieces:
     """
-    Iterable of the token ids of a UTF-8 file in pieces, which joined are the ids of the whole text.
-
-    Args:
-        path (Path):
-            The file.
-        tokenizer (JsonTokenizer):
-            Its tokenizer. No beginning or end of text is added.
-        piece_characters (int):
-            About the length of a piece. Default: 16384.
-        max_characters (int):
-            How much text without a place to cut is borne. Default: 16777216.
-
-    Attributes:
-        num_bytes (int):
-            Bytes of the text in the pieces that were given out, or skipped.
+    Iterable of the token ids of a UTF-8 file in pieces of about `piece_characters`, which joined are the ids of the whole
+    text, without beginning or end of text. `num_bytes` counts the bytes that were given out, or skipped.
 
     Raises:
         ValueError: while iterating: the file is not UTF-8, or has no place to cut for `max_characters`.
@@ -35,10 +22,8 @@ class TextPieces:
     def __init__(
         self, path: Path, tokenizer: JsonTokenizer, piece_characters: int = 1 << 14, max_characters: int = 1 << 24,
     ) -> None:
-        self.path = path
-        self.tokenizer = tokenizer
-        self.piece_characters = piece_characters
-        self.max_characters = max_characters
+        self.path, self.tokenizer = path, tokenizer
+        self.piece_characters, self.max_characters = piece_characters, max_characters
         self.num_bytes = 0
         self._digest = hashlib.sha256()
 
@@ -49,13 +34,7 @@ class TextPieces:
 
     def skip(self, num_bytes: int, digest: str) -> None:
         """
-        Leave out the beginning of the file, which an earlier run has read.
-
-        Args:
-            num_bytes (int):
-                Its length.
-            digest (str):
-                Its SHA-256.
+        Leaves out the beginning of the file, of this length and SHA-256, which an earlier run has read.
 
         Raises:
             ValueError: the file begins otherwise.
@@ -105,16 +84,15 @@ class TextPieces:
             # a pipe cannot seek
             if self.num_bytes:
                 file.seek(self.num_bytes)
-            position = self.num_bytes
-            while True:
+            read, block = self.num_bytes, b"-"
+            while block:
                 block = file.read(_BLOCK_BYTES)
-                pending = len(decoder.getstate()[0])
+                read += len(block)
                 try:
                     yield decoder.decode(block, final=not block)
                 except UnicodeDecodeError as error:
+                    # the object is this block and what was pending of the one before
+                    position = read - len(error.object) + error.start
                     raise ValueError(
-                        f"{self.path}: expected UTF-8; got byte 0x{error.object[error.start]:02x} at byte "
-                        f"{position - pending + error.start:,} ({error.reason}). Convert the file to UTF-8.") from error
-                if not block:
-                    return
-                position += len(block)
+                        f"{self.path}: expected UTF-8; got byte 0x{error.object[error.start]:02x} at byte {position:,} "
+                        f"({error.reason}). Convert the file to UTF-8.") from error

@@ -14,12 +14,11 @@ from eval.tables import markdown, spread
 def crossover(folder: Path) -> str:
     """Tables of `eval.crossover`."""
     stages = _stages(folder)
-    parts = []
-    for stage, title in STAGE_TITLES.items():
-        if stage in stages:
-            rows = stages[stage]
-            parts += [f"### {title.capitalize()}", "Bits per byte on the test targets: mean (lowest to highest seed).",
-                      table(rows), "Differences by seed, with the 95% interval of the paired t-test:", differences(rows)]
+    parts = [
+        part for stage, title in STAGE_TITLES.items() if stage in stages for part in (
+            f"### {title.capitalize()}", "Bits per byte on the test targets: mean (lowest to highest seed).",
+            table(stages[stage]), "Differences by seed, with the 95% interval of the paired t-test:",
+            differences(stages[stage]))]
     if "sweep" in stages:
         parts += ["### The sweep", "Bits per token on the validation targets, one seed; the best is taken:",
                   sweep(stages["sweep"])]

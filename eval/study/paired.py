@@ -54,15 +54,13 @@ def paired(rows: pd.DataFrame, model: str, rival: str) -> pd.DataFrame:
 
 def table(rows: pd.DataFrame) -> str:
     """Test loss by model and length, mean over seeds and spread, as Markdown."""
-    lengths = sorted(rows["seq_len"].unique())
-    lines = []
-    for model, mine in rows.groupby("model", sort=False):
-        by_length = {
-            length: spread(some["bits_per_byte"]) + " (beyond trained length)" * bool(some["beyond_trained_length"].any())
-            for length, some in mine.groupby("seq_len")}
-        lrs = ", ".join(f"{lr:g}" for lr in sorted(mine["lr"].unique()))
-        lines.append([model, lrs, *(by_length.get(length, "") for length in lengths)])
-    return markdown(["model", "learning rate", *(f"{length:,}" for length in lengths)], lines)
+    by_model = rows.groupby("model", sort=False)
+    lrs = by_model["lr"].unique().map(lambda mine: ", ".join(f"{lr:g}" for lr in sorted(mine)))
+    cells = rows.groupby(["model", "seq_len"]).apply(
+        lambda some: spread(some["bits_per_byte"]) + " (beyond trained length)" * bool(some["beyond_trained_length"].any()),
+        include_groups=False).unstack(fill_value="")
+    return markdown(["model", "learning rate", *(f"{length:,}" for length in cells)], (
+        [model, lr, *cells.loc[model]] for model, lr in lrs.items()))
 
 
 def differences(rows: pd.DataFrame) -> str:

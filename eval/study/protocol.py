@@ -7,6 +7,7 @@ at the end. Differences between models are taken seed by seed: two models of a s
 
 import hashlib
 import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +40,8 @@ class Protocol:
 
     def cell(self, model: Model, seq_len: int, seed: int, lr: float) -> Cell:
         return Cell(
-            model=model, text=self.text, config_file=self.config_file, config_digest=file_digest(Path(self.config_file)),
-            seq_len=seq_len, step_tokens=self.step_tokens, steps=self.tokens // self.step_tokens, seed=seed, lr=lr,
-            longest=max(self.seq_lens), micro_tokens=self.micro_tokens, overrides=self.overrides)
+            model, self.text, self.config_file, file_digest(Path(self.config_file)), seq_len, self.step_tokens,
+            self.tokens // self.step_tokens, seed, lr, max(self.seq_lens), self.micro_tokens, self.overrides)
 
     def grid(self, lrs: dict[str, float]) -> list[Cell]:
         """Models x lengths x seeds, each model at its learning rate."""
@@ -75,10 +75,7 @@ class Protocol:
 
 
 def check_different(options: Any, names: Sequence[str]) -> None:
-    """
-    Raises:
-        ValueError: one of these lists is empty, or says something twice.
-    """
+    """A ValueError where one of these lists is empty, or says something twice."""
     for name in names:
         values = getattr(options, name)
         if not values or len(set(values)) != len(values):
@@ -122,10 +119,7 @@ def low_loss(result: Record) -> float:
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """
-    Raises:
-        ValueError: an option is one that makes cells comparable.
-    """
+    """A ValueError for an option that makes cells comparable."""
     ours = ("--job.", "--training.dataset", "--training.seq_len", "--training.steps", "--training.local_batch_size",
             "--training.global_batch_size", "--data.tokenizer", "--data.token_budget", "--data.budget_seq_len", "--model.",
             "--optimizer.lr", "--debug.seed", "--checkpoint.", "--lr_scheduler.warmup_steps")
@@ -134,16 +128,9 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def share(cells: list, part: str) -> list:
-    """
-    The cells of a part `i/n`.
-
-    Raises:
-        ValueError: it is none.
-    """
-    try:
-        index, count = map(int, part.split("/"))
-    except ValueError:
-        index, count = 0, 0
+    """The cells of a part; a ValueError for one that is no `i/n`."""
+    numbers = re.fullmatch(r"(\d+)/(\d+)", part)
+    index, count = map(int, numbers.groups()) if numbers else (0, 0)
     if not 1 <= index <= count:
         raise ValueError(f"`part` must be i/n with 1 <= i <= n; got {part!r}.")
     return cells[index - 1::count]
@@ -151,11 +138,8 @@ def share(cells: list, part: str) -> list:
 
 def run(protocol: Protocol, stages: Sequence[str], part: str, out: Path, processes: int, threads: int) -> Record:
     """
-    Runs the stages.
-
-    Returns:
-        `results`, by stage: the sweep's cells that are there at the end, and the grids that are whole; and `lrs`, the best
-        learning rate of each model, empty where another part has to bring some of the sweep.
+    Runs the stages, and returns `results`, by stage: the sweep's cells that are there at the end, and the grids that are
+    whole; and `lrs`, the best learning rate of each model, empty where another part has to bring some of the sweep.
 
     Raises:
         RuntimeError: the best learning rates are wanted and sweeps are missing.

@@ -1,7 +1,5 @@
 """The numbers that arXiv 2606.24650 and its run logs publish, and how their set-up differs from `eval.crossover`."""
 
-from collections.abc import Sequence
-
 import pandas as pd
 
 from eval.tables import markdown
@@ -36,13 +34,8 @@ _DIFFERENCES = """\
 
 def comparison(rows: pd.DataFrame, harmonic: str, mamba: str, llama: str) -> str:
     """
-    Published losses beside those of a study, with the gaps, as Markdown. The units differ, the signs of the gaps compare.
-
-    Args:
-        rows (pd.DataFrame):
-            Results of one protocol, as `eval.study.paired.frame` gives them.
-        harmonic, mamba, llama (str):
-            Labels of the models to set beside the published ones.
+    Published losses beside those of one protocol of a study and of its models of these labels, with the gaps, as Markdown.
+    The units differ, the signs of the gaps compare.
     """
     means = rows.groupby(["model", "seq_len"])["bits_per_byte"].mean()
     lines = []
@@ -65,12 +58,10 @@ def _gap(harmonic: float | None, rival: float | None) -> str:
 def differences(text: str, tokenizer: str, rows: pd.DataFrame, machine: str) -> str:
     """How the two set-ups differ, as Markdown."""
     sizes = rows["parameters"]
+    # the same for all
+    (tokens,), (targets,) = set(rows["tokens"]), set(rows["targets"])
     return _DIFFERENCES.format(
-        text=text, tokenizer=tokenizer, sizes=f"{sizes.min():,} to {sizes.max():,} parameters", tokens=_one(rows["tokens"]),
+        text=text, tokenizer=tokenizer, sizes=f"{sizes.min():,} to {sizes.max():,} parameters", tokens=tokens,
         models=", ".join(model for model in rows["model"].unique() if model.startswith("harmonic")),
-        seeds=rows["seed"].nunique(), targets=_one(rows["targets"]), machine=machine)
+        seeds=rows["seed"].nunique(), targets=targets, machine=machine)
 
-
-def _one(values: Sequence[int]) -> int:
-    value, = set(values)
-    return value

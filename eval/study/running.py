@@ -105,12 +105,7 @@ def run_cell(cell: Named, measure: Measure, out: Path, load: dict[str, int]) -> 
 
 
 def merge(sources: Sequence[Path], out: Path) -> int:
-    """
-    Copies the finished cells of other folders, and returns how many were new.
-
-    Raises:
-        FileNotFoundError: a source is no folder of a study.
-    """
+    """Copies the finished cells of other folders of a study, and returns how many were new."""
     taken = 0
     for source in sources:
         if not (source / "cells").is_dir():

@@ -28,10 +28,8 @@ _TOKENS = 4096
 @torch.no_grad()
 def timescales(cell: Cell, directory: Path) -> list[list[float]]:
     """
-    Timescales `1 / (1 - A)` that a trained model uses on the first tokens of the test split, in tokens.
-
-    Returns:
-        For each level, over layers, the mean (of the logarithm, over tokens) of each channel, sorted.
+    Timescales `1 / (1 - A)` in tokens that a trained model uses on the first tokens of the test split: for each level, over
+    layers, the mean (of the logarithm, over tokens) of each channel, sorted.
     """
     model = load_recurrent(directory)
     job = ConfigManager().parse_args(cell.arguments(directory.parent))
@@ -39,18 +37,15 @@ def timescales(cell: Cell, directory: Path) -> list[list[float]]:
     layers = [module for module in model.modules() if isinstance(module, HarmonicAttention)]
     found: list[list[float]] = [[] for _ in layers[0].levels]
 
-    def keep(level: HarmonicLevel, index: int):
-        def hook(module: torch.nn.Module, inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
-            a_min, a_max = level.decay_range
-            forgotten = (1 - a_max) + (a_max - a_min) * torch.sigmoid(-outputs[0].double())
-            found[index].extend(torch.exp(-forgotten.log().mean((0, 1))).tolist())
-        return hook
+    def keep(taus: list[float], level: HarmonicLevel, inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        a_min, a_max = level.decay_range
+        forgotten = (1 - a_max) + (a_max - a_min) * torch.sigmoid(-outputs[0].double())
+        taus.extend(torch.exp(-forgotten.log().mean((0, 1))).tolist())
 
-    handles = [level.register_forward_hook(keep(level, index))  # type: ignore[arg-type]
-               for layer in layers for index, level in enumerate(layer.levels)]
+    for layer in layers:
+        for taus, level in zip(found, layer.levels, strict=True):
+            level.register_forward_hook(partial(keep, taus))
     model(torch.from_numpy(split.tokens[:_TOKENS].astype(np.int64))[None], use_cache=False)
-    for handle in handles:
-        handle.remove()
     return [sorted(level) for level in found]
 
 

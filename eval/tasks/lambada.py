@@ -133,12 +133,7 @@ def task_of(source: Source) -> ConfigurableTask:
 
 
 def length_of(model: PreTrainedModel, max_length: int | None) -> int:
-    """
-    Tokens that the model reads.
-
-    Raises:
-        ValueError: neither option nor config gives a length.
-    """
+    """Tokens that the model reads; a ValueError where neither option nor config gives them."""
     length = max_length or getattr(model.config, "max_position_embeddings", None)
     if length is None:
         raise ValueError(f"expected a length: the config of {type(model).__name__} has no `max_position_embeddings`. Pass "
@@ -147,28 +142,12 @@ def length_of(model: PreTrainedModel, max_length: int | None) -> int:
 
 
 def evaluate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    source: Source,
-    max_length: int | None = None,
-    batch_size: int = 8,
-    answers: Path | None = None,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Source, max_length: int | None = None,
+    batch_size: int = 8, answers: Path | None = None,
 ) -> Record:
     """
-    lm-eval's numbers for a model.
-
-    Args:
-        model, tokenizer (PreTrainedModel, PreTrainedTokenizerBase):
-            A causal language model in evaluation mode, and its tokenizer.
-        source (Source):
-            The passages.
-        max_length (int, Optional):
-            Tokens that the model reads. Default: `max_position_embeddings` of its config.
-        batch_size (int):
-            Passages computed at once. Default: 8.
-        answers (Path, Optional):
-            File for the answers of this model to these passages at this length, from which a later call continues. Default:
-            none.
+    lm-eval's numbers for a model; `answers` is a file for those of this model to these passages at this length, from which a
+    later call continues.
 
     Returns:
         `accuracy` with its 95% interval, `perplexity` of a word, `examples`, `words_of_one_token`, `truncated` (passages that
@@ -214,15 +193,12 @@ def run(directory: Path, source: Source, options: Options) -> Record:
 def table(records: Sequence[Record]) -> str:
     """Lines of `lambada.jsonl` as Markdown."""
     columns = ["model", "passages", "accuracy, % (95% interval)", "perplexity of a word", "context, tokens", "cut", "source"]
-    rows = []
-    for record in records:
-        accuracy, low, high = (100 * record[name] for name in ("accuracy", "accuracy_low", "accuracy_high"))
-        rows.append([
-            record["model"], f"{record['examples']:,}", f"{accuracy:.1f} ({low:.1f} to {high:.1f})",
-            f"{record['perplexity']:,.1f}",
-            f"{record['max_length']:,}" + " (beyond trained length)" * record["beyond_trained_length"],
-            f"{record['truncated']:,}", record["source"]])
-    return markdown(columns, rows)
+    return markdown(columns, (
+        [record["model"], f"{record['examples']:,}",
+         "{:.1f} ({:.1f} to {:.1f})".format(*(100 * record[name] for name in ("accuracy", "accuracy_low", "accuracy_high"))),
+         f"{record['perplexity']:,.1f}",
+         f"{record['max_length']:,}" + " (beyond trained length)" * record["beyond_trained_length"],
+         f"{record['truncated']:,}", record["source"]] for record in records))
 
 
 def plot(records: Sequence[Record], file: Path) -> None:

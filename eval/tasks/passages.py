@@ -14,15 +14,7 @@ _MIN_LETTERS = 4
 def passages(text: str, number: int | None = None, min_words: int = 40, max_words: int = 120) -> list[str]:
     """
     Passages of whole sentences, without the full stop at the end, so that the last word is the end; spread evenly over the
-    text, of which no part is in two of them.
-
-    Args:
-        text (str):
-            Prose.
-        number (int, Optional):
-            How many. Default: all that there are.
-        min_words, max_words (int):
-            Words of a passage. Default: 40 and 120.
+    text, of which no part is in two of them. By default all that there are.
 
     Raises:
         ValueError: the text has fewer, or none is asked for.

@@ -27,13 +27,7 @@ def frame(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
 
 
 def table(records: Iterable[dict[str, Any]]) -> str:
-    """
-    Test accuracy as Markdown, a table for each task: the mean over seeds, and the lowest to the highest.
-
-    Args:
-        records (Iterable[dict[str, Any]]):
-            Results as `eval.recall.run` returns them, or the lines of recall.jsonl.
-    """
+    """Test accuracy as Markdown, a table for each task: the mean over seeds, and the lowest to the highest."""
     return "\n\n".join(_table(str(task), rows) for task, rows in frame(records).groupby("task", sort=False))
 
 

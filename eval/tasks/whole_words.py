@@ -1,6 +1,5 @@
 """lm-evaluation-harness' model class, which checks what it is about to score and keeps its answers while they come."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.results import write
+from eval.results import read_lines, write_lines
 
 # batches whose answers are kept at a time
 _BATCHES = 8
@@ -19,25 +18,8 @@ Request = tuple[tuple[str, str], list[int], list[int]]
 
 class WholeWords(HFLM):
     """
-    `HFLM` for the log-likelihood of words after a context, with a beginning of text where the tokenizer adds one.
-
-    Args:
-        model (PreTrainedModel):
-            A causal language model in evaluation mode.
-        tokenizer (PreTrainedTokenizerBase):
-            Its tokenizer.
-        max_length (int):
-            Tokens that the model reads.
-        batch_size (int):
-            Texts computed at once.
-        answers (Path, Optional):
-            File for the answers, from which another instance continues. Default: none.
-
-    Attributes:
-        truncated (int):
-            Texts whose context lost its beginning.
-        words_of_one_token (int):
-            Words of a single token.
+    `HFLM` for the log-likelihood of words after a context, with a beginning of text where the tokenizer adds one. Answers go
+    to the file `answers`, from which another instance continues. `truncated` counts texts whose context lost its beginning.
 
     Raises:
         ValueError: the tokenizer adds anything but one beginning of text; while scoring: a text has it otherwise, the
@@ -45,42 +27,34 @@ class WholeWords(HFLM):
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        max_length: int,
-        batch_size: int,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_length: int, batch_size: int,
         answers: Path | None = None,
     ) -> None:
         self.bos = bos_ids(tokenizer)
         self.answers = answers
         self.truncated = self.words_of_one_token = 0
+        self._counts: list[dict[str, Any]] = []
         super().__init__(pretrained=model, tokenizer=tokenizer, max_length=max_length, batch_size=batch_size)  # type: ignore[arg-type]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(Log-likelihood in nats, whether every token is the likeliest) of each text; those in the file are read."""
-        known: list[dict[str, Any]] = []
-        if self.answers is not None and self.answers.is_file():
-            known = [json.loads(line) for line in self.answers.read_text().splitlines()]
+        known = read_lines(self.answers) if self.answers is not None else []
         block = _BATCHES * int(self.batch_size)
         if len(known) == len(requests):
             # the last ones again, so that there are calls to audit
             del known[-block:]
         with tqdm(total=len(requests), initial=len(known), unit="passage", disable=disable_tqdm) as bar:
             for start in range(len(known), len(requests), block):
-                some = requests[start:start + block]
-                for (log_p, is_greedy), counts in zip(*self._answer(some), strict=True):
+                some, self._counts = requests[start:start + block], []
+                for (log_p, is_greedy), counts in zip(
+                        super().loglikelihood(some, disable_tqdm=True), self._counts, strict=True):
                     known.append({"log_likelihood": log_p, "is_greedy": is_greedy, **counts})
                 if self.answers is not None:
-                    write(self.answers, "".join(json.dumps(answer) + "\n" for answer in known))
+                    write_lines(self.answers, known)
                 bar.update(len(some))
         self.truncated = sum(answer["truncated"] for answer in known)
         self.words_of_one_token = sum(answer["tokens"] == 1 for answer in known)
         return [(answer["log_likelihood"], answer["is_greedy"]) for answer in known]
-
-    def _answer(self, requests: list[Instance]) -> tuple[list[tuple[float, bool]], list[dict[str, Any]]]:
-        self._counts: list[dict[str, Any]] = []
-        return super().loglikelihood(requests, disable_tqdm=True), self._counts
 
     def _loglikelihood_tokens(self, requests: list[Request], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         return super()._loglikelihood_tokens([self._checked(request) for request in requests], *args, **kwargs)

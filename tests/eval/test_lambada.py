@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -178,15 +179,15 @@ def test_a_killed_run_goes_on(
     texts = TEXTS * 5
     whole = evaluate(trained, tokenizer, Source(texts, "here"), batch_size=1)
     asked: list[Any] = []
-    answer = WholeWords._answer
+    answer = HFLM.loglikelihood
 
-    def counted(harness: WholeWords, requests: list[Any]) -> Any:
+    def counted(harness: WholeWords, requests: list[Any], **options: Any) -> Any:
         if len(asked) == kill_at:
             raise KeyboardInterrupt
         asked.append([request.args for request in requests])
-        return answer(harness, requests)
+        return answer(harness, requests, **options)
 
-    monkeypatch.setattr(WholeWords, "_answer", counted)
+    monkeypatch.setattr(HFLM, "loglikelihood", counted)
     kill_at = 2
     with pytest.raises(KeyboardInterrupt):
         evaluate(trained, tokenizer, Source(texts, "here"), batch_size=1, answers=tmp_path / "answers.jsonl")
