@@ -116,7 +116,7 @@ def model_rows() -> list[tuple[str, Cost]]:
 
 def table(title: str, rows: list[tuple[str, Cost]]) -> str:
     """The rows in Markdown."""
-    return markdown((title, "parameters", "state", "FLOPs a token", "training, bytes a token"), (
+    return markdown((title, "parameters", "state", "FLOPs per token", "training, bytes per token"), (
         (name, *(f"{value:,}" for value in astuple(costs))) for name, costs in rows))
 
 

@@ -364,7 +364,7 @@ def table(counted: dict[str, Counter[tuple[str, int]]], shapes: Shapes) -> str:
             sent = sum(call.sent for call in calls if _gloo_kind(call) == kind)
             rows.append((layout.name, kind, *numbers, *sizes, f"{sent / tokens:,.0f}"))
     return markdown((
-        "layout", "collective", "calls, designed", "counted", "bytes, designed", "counted", "sent a token, bytes"), rows)
+        "layout", "collective", "calls, designed", "counted", "bytes, designed", "counted", "sent per token, bytes"), rows)
 
 
 def differences(counted: dict[str, Counter[tuple[str, int]]], shapes: Shapes) -> list[str]:

@@ -99,7 +99,7 @@ PLANS = (
 )
 
 _RANKS = 8
-# each kind by itself, and the rows that a data-parallel rank reads; a pipeline needs one a stage to be busy
+# each kind by itself, and the rows that a data-parallel rank reads; a pipeline needs one per stage to be busy
 KINDS = (
     (Layout("FSDP", fsdp=_RANKS), 1),
     (Layout("HSDP 2x4", replicas=2, fsdp=4), 1),
@@ -219,11 +219,11 @@ def assumptions(model: Costs, hardware: Hardware) -> str:
     return markdown(("assumption", ""), (
         ("model", f"{shapes.parameters:,} parameters: {shapes.blocks} blocks of width {shapes.hidden:,}, MLP "
          f"{shapes.intermediate:,}, vocabulary {shapes.vocab:,}, tables not tied"),
-        ("sequence", f"{TOKENS:,} tokens, one row a rank (under CP: a rank of its group)"),
+        ("sequence", f"{TOKENS:,} tokens, one row per rank (under CP: each rank of its group)"),
         ("numbers", "bf16: gathered parameters, activations; float32: shards, AdamW's moments, reduced gradients"),
-        ("operations", f"{model.flops:,} a token; a third more for each forward pass that is done again"),
+        ("operations", f"{model.flops:,} per token; a third more for each recomputed forward pass"),
         ("a block saves",
-         f"{model.saved:,.0f} bytes a token (counted on the CPU at width {_COUNTED_WIDTH}, in proportion)"),
+         f"{model.saved:,.0f} bytes per token (counted on the CPU at width {_COUNTED_WIDTH}, in proportion)"),
         ("GPU", f"{hardware.memory / 1e9:.0f} GB, of which tensors take at most {hardware.usable:.0%}; "
          f"{hardware.flops / 1e12:.0f} TFLOP/s, {hardware.utilization:.0%} of them reached"),
         ("links", f"a GPU sends {hardware.inside / 1e9:.0f} GB/s within a node of {hardware.node}, "
@@ -245,7 +245,7 @@ def table(model: Costs, hardware: Hardware) -> str:
             *(f"{part / 1e9:.1f}" for part in memory), "yes" if fits else "no", f"{need.compute:.2f}",
             f"{need.communication:.2f}", f"{hours:.2f}" if fits else ""))
     return markdown((
-        "GPUs", "layout", "options", "tokens a step", "shards, GB", "gathered, GB", "activations, GB", "logits, GB",
+        "GPUs", "layout", "options", "tokens per step", "shards, GB", "gathered, GB", "activations, GB", "logits, GB",
         "total, GB", "fits", "compute, s", "communication, s", "20B tokens, hours"), rows)
 
 
@@ -259,8 +259,8 @@ def kinds_table(model: Costs) -> str:
         sent = sum(call.sent for call in designed(job, model.shapes))
         lines.append(
             (layout.name, f"{together} x {TOKENS:,}", f"{tokens:,}", f"{sent / 1e9:.2f}", f"{sent / tokens:,.0f}"))
-    return markdown((f"{_RANKS} ranks", "rows x tokens that they read", "tokens a rank", "sent a step, GB",
-                     "sent a token, bytes"), lines)
+    return markdown((f"{_RANKS} ranks", "rows x tokens that they read", "tokens per rank", "sent per step, GB",
+                     "sent per token, bytes"), lines)
 
 
 def main() -> None:

@@ -6,8 +6,8 @@ distance. Each model trains on a task by itself, on as many tokens as every othe
 the same for all and decided on the validation set with the first seed; then with every seed at its best. The test sequences
 are the same for all. No text is involved, so no torchtitan: a plain loop trains (`eval.tasks.recall_cell`).
 
-A model that reads the future gets no score. What is longer than a model was trained on says so. A study that was killed goes
-on where it stopped.
+A model that reads the future gets no score. What is longer than a model was trained on says so. A study that was killed
+continues where it stopped.
 """
 
 import itertools

@@ -87,7 +87,7 @@ def study(options: Options) -> dict[str, list[Path]]:
     Trains, converts, and trains further.
 
     Returns:
-        The directories of every model, one a seed, by its label.
+        The directories of every model, one per seed, by its label.
     """
     text = text_of("novels", "", "bytes", ".", 4096, 4096)
 

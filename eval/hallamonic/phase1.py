@@ -71,7 +71,7 @@ def original(options: Options, first: Cell) -> Record:
 
 
 def step_losses(directory: Path, job: JobConfig) -> list[float]:
-    """Bits a token of a model on what each step of a job trains on."""
+    """Bits per token of a model on what each step of a job trains on."""
     spec, model = get_train_spec(job.model.name), load(directory)[0]
     assert spec.build_tokenizer_fn is not None
     assert spec.build_dataloader_fn is not None

@@ -219,7 +219,7 @@ class HarmonicAttention(nn.Module):
         expand_ratio (float):
             Channels of a level over `hidden_size`; anything but 1 needs the output projection. Default: 1.
         timescales (Sequence[tuple[float, float]]):
-            Range of `tau = 1 / (1 - A)` in tokens, one pair a level. Default: the paper's three.
+            Range of `tau = 1 / (1 - A)` in tokens, one pair per level. Default: the paper's three.
         timescale_mode (str):
             `"bounded"`: A stays in the range. `"init"`: A is free in (0, 1) and starts in the range. Default: `"bounded"`.
         use_prediction_error (bool):

@@ -15,7 +15,7 @@ from torchtitan.tools import utils
 from fla_harmonic.titan.config import Hallamonic, compiles_model, data_section, hallamonic_section, harmonic_section
 
 FAMILIES = ("harmonic", "mamba", "llama", "hallamonic")
-# the schedules that were compared with one process, and how many stages each gives a rank
+# the schedules that were compared with one process, and how many stages each gives to a rank
 SCHEDULES = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}
 
 _REPLICAS, _SHARDS = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"

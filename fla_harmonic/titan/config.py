@@ -45,7 +45,7 @@ class Harmonic:
 
     segment_len: int = 0
     """
-    Most tokens of a segment: a sequence runs as segments that hand their states on, each computed anew in the backward
+    Most tokens of a segment: a sequence runs as segments that pass on their states, each computed again in the backward
     pass; the same values and gradients, in the memory of one segment. 0 is off. Harmonic alone
     """
 

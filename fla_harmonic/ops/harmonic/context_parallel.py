@@ -1,8 +1,8 @@
 """
-`chunk_harmonic` over a sequence that is cut into contiguous pieces, one a rank of a process group.
+`chunk_harmonic` over a sequence that is cut into contiguous pieces, one per rank of a process group.
 
 A piece is an affine map of the state that enters it. Each rank scans its piece from zero and sums its log-decays, the
-ranks exchange these maps (two numbers a channel, whatever the length), and each scans once more from the state that
+ranks exchange these maps (two numbers per channel, whatever the length), and each scans once more from the state that
 enters it. The gradient goes the same way back. Products of decays over `[T, D]` never exist.
 """
 
@@ -98,7 +98,7 @@ def cp_chunk_harmonic(
     """
     `chunk_harmonic` of the whole sequence, of which each rank of a group passes, and gets back, its piece.
 
-    Exact in values and gradients. A forward pass communicates `2 B D` numbers a rank and a backward pass `B D`.
+    Exact in values and gradients. A forward pass communicates `2 B D` numbers per rank and a backward pass `B D`.
 
     Args:
         u, v, decay_range, backend:

@@ -1,5 +1,5 @@
 """
-A sequence of any length as segments that hand their recurrent states on, each computed anew in the backward pass: the
+A sequence of any length as segments that pass on their recurrent states, each computed again in the backward pass: the
 values and gradients of the whole sequence, in the memory of one segment.
 """
 
@@ -68,7 +68,7 @@ class Packing:
         document_ids (torch.Tensor):
             Number of each token's document within its row, of shape `[B, T]`.
         continues (torch.Tensor):
-            Whether a row's first document goes on with the row's state, `[B]` bool.
+            Whether a row's first document continues from the row's state, `[B]` bool.
     """
 
     def __init__(self, document_ids: torch.Tensor, continues: torch.Tensor) -> None:
@@ -123,10 +123,10 @@ def run_segments(
         tokens, labels (torch.Tensor):
             Token ids of shape `[B, T]`.
         document_ids (torch.Tensor, Optional):
-            Number of each token's document within its row, of shape `[B, T]`: states begin anew where it changes.
+            Number of each token's document within its row, of shape `[B, T]`: states start again where it changes.
             Default: each row is one document.
         continues (torch.Tensor, Optional):
-            Whether a row goes on with its states, `[B]` bool; the others begin with zeros. Default: all do.
+            Whether a row continues from its states, `[B]` bool; the others start from zeros. Default: all do.
         segment_len (int):
             Most tokens of a segment; the segments of a sequence are as equal as can be. 0: one segment, whose activations
             are kept. Default: 0.

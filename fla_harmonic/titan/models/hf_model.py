@@ -250,7 +250,7 @@ class HFModel(ModelProtocol):
             attention_masks, positions:
                 torchtitan's arguments of attention; a recurrence uses neither.
             document_ids (torch.Tensor, Optional):
-                Number of each token's document within its row, of shape `[B, T]`: the state begins anew where it
+                Number of each token's document within its row, of shape `[B, T]`: the state starts again where it
                 changes. With context parallelism these are the ids of the whole sequence. Default: each row is one document.
             labels (torch.Tensor, Optional):
                 Token ids to predict, of shape `[B, T]`; those of -100 do not count. With context parallelism these are the
