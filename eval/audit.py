@@ -1,8 +1,8 @@
 """
 Whether a language model is causal: `python -m eval.audit --model outputs/harmonic_debug/hf`, or `--flavor harmonic/debug`.
 
-The checks are those of `eval.scoring.audit`. Exit status 1 and the first offending position if one fails. Every command that
-reports a score runs them first.
+The checks are those of `eval.scoring.audit`, on random tokens. Exit status 1 and the first offending position if one fails.
+Commands that report scores audit their own calls instead (`eval.scoring.in_situ`).
 """
 
 import json
