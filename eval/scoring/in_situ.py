@@ -390,13 +390,16 @@ class InSitu:
                 splits = np.asarray([split for _, split in same[first:first + _ROWS]])
                 others = np.stack([self._replacement(originals, row, split) for row, split in enumerate(splits.tolist())])
                 kept = np.arange(length) < splits[:, None]
-                both = torch.from_numpy(np.concatenate([originals, np.where(kept, originals, others)])).to(call.ids.device)
-                said, again = short.repeat(both).chunk(2)
+                # the start of the window is in all its rows
+                once, places = np.unique(originals, axis=0, return_inverse=True)
+                both = torch.from_numpy(np.concatenate([once, np.where(kept, originals, others)])).to(call.ids.device)
+                answers = short.repeat(both)
+                said, again = answers[torch.from_numpy(places.reshape(-1)).to(answers.device)], answers[len(once):]
                 self.verdict.short_splits += len(splits)
                 # rows are rounded alike only at the same place of a call
                 bound = max(1e-5, 4 * torch.finfo(said.dtype).eps)
                 self._compare(said, again, kept, ~kept, bound, f"of a piece of {length} tokens",
-                              lambda both=both: short.repeat(both)[:len(both) // 2])
+                              lambda both=both, places=places: short.repeat(both)[places.reshape(-1)])
                 if self.verdict.failure:
                     return
 
@@ -404,7 +407,7 @@ class InSitu:
     def _random_tokens(self, device: torch.device) -> None:
         """The loss on uniformly random tokens, of which nothing can be known."""
         verdict = self.verdict
-        tokens = torch.from_numpy(self._generator.integers(self._vocab_size, size=(16, 64))).to(device)
+        tokens = torch.from_numpy(self._generator.integers(self._vocab_size, size=(8, 64))).to(device)
         logits = _answers(self.model(tokens))[:, :-1].float()
         bits = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").double() / math.log(2)
         error = bits.std().item() / math.sqrt(len(bits))
