@@ -8,14 +8,17 @@ are the same on every machine.
 """
 
 from dataclasses import astuple, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import torch
 import tyro
+from matplotlib.text import Text
 from torch import nn
 
-from eval.tables import markdown
+from eval.tables import markdown, save
 from fla_harmonic import HarmonicAttention, HarmonicConfig, HarmonicForCausalLM
 from fla_harmonic.layers.harmonic import TIMESCALES
 
@@ -36,31 +39,11 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @dataclass
-class Options:
-    """Width of the layer, and where the figure goes."""
-
-    hidden_size: int = 256
-    """H."""
-
-    png: Path | None = None
-    """File for the figure, if wanted."""
-
-
-@dataclass
 class Cost:
     """
-    What a layer costs.
-
-    Args:
-        parameters (int):
-            Trained numbers.
-        state (int):
-            Numbers that it remembers of a sequence.
-        flops (int):
-            Floating point operations of the forward pass per token: 2 per weight of a linear map or convolution, 2 per
-            channel of a level.
-        saved (int):
-            Bytes per token, in float32, that training holds between the forward and the backward pass.
+    What a layer costs: trained numbers, numbers that it remembers of a sequence, floating point operations of the forward pass
+    per token (2 per weight of a linear map or convolution, 2 per channel of a level), and bytes per token, in float32, that
+    training holds between the forward and the backward pass.
     """
 
     parameters: int
@@ -122,66 +105,55 @@ def table(title: str, rows: list[tuple[str, Cost]]) -> str:
 
 def draw(file: Path) -> None:
     """The layer as a diagram, and how much of a token its levels still remember after n more."""
-    import matplotlib.pyplot as plt
-    from matplotlib.patches import Circle, FancyBboxPatch
-
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.2), width_ratios=(1.75, 1))
-    colors = ("tab:red", "tab:green", "tab:blue")
-    names = ("fast", "medium", "slow")
+    colors, names = ("tab:red", "tab:green", "tab:blue"), ("fast", "medium", "slow")
+    nodes: dict[tuple[float, float], Text] = {}
 
-    def box(x: float, y: float, text: str, color: str = "0.35", width: float = 1.5) -> None:
-        left.add_patch(FancyBboxPatch((x - width / 2, y - 0.32), width, 0.64, boxstyle="round,pad=0.04", fc="white", ec=color))
-        left.text(x, y, text, ha="center", va="center", fontsize=9)
+    def node(x: float, y: float, text: str, color: str = "0.35", style: str = "round,pad=0.6") -> None:
+        nodes[x, y] = left.text(x, y, text, ha="center", va="center", fontsize=9, zorder=4,
+                                bbox=dict(boxstyle=style, fc="white", ec=color))
 
-    def circle(x: float, y: float, text: str) -> None:
-        left.add_patch(Circle((x, y), 0.24, fc="white", ec="0.2"))
-        left.text(x, y, text, ha="center", va="center", fontsize=11)
+    def arrow(*points: tuple[float, float], color: str = "0.35") -> None:
+        """From the node at the first point through the others, to the border of the node at the last."""
+        left.plot(*zip(*points[:-1], strict=True), color=color, lw=1, zorder=0)
+        end = nodes[points[-1]].get_bbox_patch() if points[-1] in nodes else None
+        left.annotate("", points[-1], points[-2],
+                      arrowprops=dict(arrowstyle="-|>", color=color, lw=1, shrinkA=0, shrinkB=0, patchB=end))
 
-    def path(*points: tuple[float, float], color: str = "0.35") -> None:
-        """A line through the points with an arrow at its end."""
-        left.plot(*zip(*points[:-1], strict=True), color=color, lw=1, zorder=0, solid_capstyle="butt")
-        left.annotate("", points[-1], points[-2], arrowprops=dict(arrowstyle="-|>", color=color, lw=1, shrinkA=0, shrinkB=0))
-
-    def label(x: float, y: float, text: str) -> None:
-        left.text(x, y, text, fontsize=10, ha="left", va="center")
-
-    columns = (1.4, 5.6, 9.8)
-    label(-0.75, 0, "$x$")
-    path((-0.5, 0), (columns[0], 0), (columns[0], 0.65))
-    for number, (x, color) in enumerate(zip(columns, colors, strict=True), start=1):
-        low, high = TIMESCALES[number - 1]
-        box(x, 1, "gate, input", color)
-        path((x, 1.36), (x, 1.79))
-        box(x, 2.15, f"scan, {names[number - 1]}\n$\\tau$ {low:g} to {high:g}", color, width=1.9)
-        path((x, 2.51), (x, 2.8))
-        box(x, 3.15, "norm", color)
-        path((x, 3.51), (x, 5.16) if number == 3 else (x, 5.42), color=color)
-        label(x + 0.08, 4.75, f"$y_{number}$")
-        label(x + 0.08, 0.4, f"$z_{number}$")
-    for number, x in enumerate(columns[:2], start=1):
-        error = x + 2.1
+    columns, top, last = (1.4, 5.6, 9.8), 5.42, 11.7
+    node(columns[2], top, "$+$", style="circle")
+    node(last, top, r"$\times$", style="circle")
+    node(last, 3.15, "SiLU($W_g x$)")
+    node(last, 6.45, "$W_o$")
+    for number, (x, color, name, (low, high)) in enumerate(zip(columns, colors, names, TIMESCALES, strict=True), start=1):
+        node(x, 1, "gate, input", color)
+        node(x, 2.15, f"scan, {name}\n$\\tau$ {low:g} to {high:g}", color)
+        node(x, 3.15, "norm", color)
+        for lower, upper in pairwise((0, 1, 2.15, 3.15, top)):
+            arrow((x, lower), (x, upper), color=color if upper == top else "0.35")
+        left.text(x + 0.08, 4.75, f"$y_{number}$")
+        left.text(x + 0.08, 0.35, f"$z_{number}$")
+    for number, (below, above) in enumerate(pairwise(columns), start=1):
+        prediction, error, norm = below + 1.5, below + 2.1, below + 3.15
+        node(prediction, 2.2, f"$P_{number}$", colors[number - 1])
+        node(error, 0, "$-$", style="circle")
+        node(norm, 0, "norm")
+        left.text(error + 0.2, -0.5, f"$e_{number}$")
         # the output comes down through the prediction, what it is compared with from the level below
-        path((x, 3.9), (x + 1.5, 3.9), (x + 1.5, 2.55), color=colors[number - 1])
-        box(x + 1.5, 2.2, f"$P_{number}$", color=colors[number - 1], width=0.6)
-        path((x + 1.5, 1.84), (x + 1.5, 0), (error - 0.26, 0))
-        circle(error, 0, "$-$")
-        label(error + 0.2, -0.4, f"$e_{number}$")
-        path((error + 0.24, 0), (error + 0.62, 0))
-        box(error + 1.05, 0, "norm", width=0.8)
-        path((error + 1.5, 0), (columns[number], 0), (columns[number], 0.65))
-    path((columns[0], 0), (columns[0], -0.8), (columns[0] + 2.1, -0.8), (columns[0] + 2.1, -0.26))
-    path((columns[0], 4.35), (columns[1] + 2.1, 4.35), (columns[1] + 2.1, 0.26), color=colors[0])
-    left.plot([columns[0], columns[2]], [5.42, 5.42], color="0.35", lw=1, zorder=0)
-    circle(columns[2], 5.42, "$+$")
-    path((columns[2] + 0.24, 5.42), (columns[2] + 1.66, 5.42))
-    circle(columns[2] + 1.9, 5.42, r"$\times$")
-    path((-0.5, 0), (-0.5, -1.3), (columns[2] + 1.9, -1.3), (columns[2] + 1.9, 2.78))
-    box(columns[2] + 1.9, 3.15, "SiLU($W_g x$)", width=1.6)
-    path((columns[2] + 1.9, 3.51), (columns[2] + 1.9, 5.16))
-    path((columns[2] + 1.9, 5.68), (columns[2] + 1.9, 6.1))
-    box(columns[2] + 1.9, 6.45, "$W_o$", width=0.8)
-    path((columns[2] + 1.5, 6.45), (columns[2] + 0.9, 6.45))
-    label(columns[2] + 0.6, 6.45, "$o$")
+        arrow((below, 3.9), (prediction, 3.9), (prediction, 2.2), color=colors[number - 1])
+        arrow((prediction, 2.2), (prediction, 0), (error, 0))
+        arrow((error, 0), (norm, 0))
+        arrow((norm, 0), (above, 0), (above, 1))
+    arrow((-0.5, 0), (columns[0], 0), (columns[0], -0.8), (columns[0] + 2.1, -0.8), (columns[0] + 2.1, 0))
+    arrow((columns[0], 4.35), (columns[1] + 2.1, 4.35), (columns[1] + 2.1, 0), color=colors[0])
+    arrow((columns[0], top), (columns[2], top))
+    arrow((columns[2], top), (last, top))
+    arrow((-0.5, 0), (-0.5, -1.3), (last, -1.3), (last, 3.15))
+    arrow((last, 3.15), (last, top))
+    arrow((last, top), (last, 6.45))
+    arrow((last, 6.45), (last - 1, 6.45))
+    left.text(-0.75, 0, "$x$", va="center")
+    left.text(last - 1.3, 6.45, "$o$", va="center")
     left.set(xlim=(-1, 12.9), ylim=(-1.6, 6.95), title="HarmonicAttention")
     left.axis("off")
 
@@ -193,19 +165,20 @@ def draw(file: Path) -> None:
               title='what a level remembers (mode "bounded")')
     right.legend(fontsize=9)
     right.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
+    save(figure, file)
 
 
-def main(options: Options) -> None:
+def main(hidden_size: int = 256, png: Path | None = None) -> None:
+    """
+    Args:
+        hidden_size: Width of the layer.
+        png: File for the figure, if wanted.
+    """
     torch.manual_seed(0)
-    print(table(f"layer, H = {options.hidden_size}", option_rows(options.hidden_size)))
-    print()
-    print(table("model", model_rows()))
-    if options.png is not None:
-        draw(options.png)
+    print(table(f"layer, H = {hidden_size}", option_rows(hidden_size)), table("model", model_rows()), sep="\n\n")
+    if png is not None:
+        draw(png)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    tyro.cli(main, description=__doc__)

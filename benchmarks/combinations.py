@@ -4,11 +4,13 @@ Which kinds of parallelism and of training combine: the tables of docs/scaling.m
     python -m benchmarks.combinations [--write]
 """
 
+from collections.abc import Iterable, Mapping
 from itertools import combinations
 
 import tyro
 
 from benchmarks.parallel import ROOT
+from eval.tables import markdown
 from fla_harmonic.titan.combinations import refusal
 
 PAGE = ROOT / "docs/scaling.md"
@@ -20,41 +22,26 @@ KINDS = (*_DATA, "TP", "PP", "CP", "segments", "stateful", "chunked loss", "reco
          "bf16", "tied tables")
 
 
-def _cell(where: tuple[str, ...], family: str, kinds: tuple[str, ...], reasons: dict[str, list[str]]) -> str:
-    """The cell of a table, on the CPU; a reason is noted."""
-    row = refusal(family, {*kinds, "CPU"})
-    if row is None:
-        return "yes"
-    reasons.setdefault(row.reason, []).append(" x ".join(where))
-    return "no"
-
-
-def _table(head: str, columns: tuple[str, ...], rows: dict[str, list[str]], reasons: dict[str, list[str]]) -> str:
-    lines = [f"| {head} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
-    listed = [f"- {', '.join(where)}: {reason}" for reason, where in reasons.items()]
-    return "\n".join([*lines, "", *listed])
-
-
-def pairs_table() -> str:
-    """Pairs of kinds for Harmonic, and why pairs are refused, in Markdown."""
+def _table(
+    head: str, rows: Iterable[str], columns: tuple[str, ...], asked: Mapping[tuple[str, str], tuple[str, tuple[str, ...]]],
+) -> str:
+    """By row and column, whether kinds combine for a family on the CPU, and why not, in Markdown."""
+    refused = {cell: refusal(family, {*kinds, "CPU"}) for cell, (family, kinds) in asked.items()}
+    words = {cell: "no" if row else "yes" for cell, row in refused.items()}
     reasons: dict[str, list[str]] = {}
-    pairs = [pair for pair in combinations(KINDS, 2) if not set(pair) <= set(_DATA)]
-    cells = {pair: _cell(pair, "harmonic", pair, reasons) for pair in pairs}
-    rows = {row: [cells.get((row, column), "") for column in KINDS[1:]] for row in KINDS[:-1]}
-    return _table("Harmonic", KINDS[1:], rows, reasons)
-
-
-def families_table() -> str:
-    """Kinds by family, and why kinds are refused, in Markdown."""
-    reasons: dict[str, list[str]] = {}
-    rows = {family: [_cell((family, kind), family, (kind,), reasons) for kind in KINDS] for family in FAMILIES}
-    return _table("model", KINDS, rows, reasons)
+    for cell, row in refused.items():
+        if row is not None:
+            reasons.setdefault(row.reason, []).append(" x ".join(cell))
+    table = markdown((head, *columns), ((row, *(words.get((row, column), "") for column in columns)) for row in rows))
+    return "\n".join([table, "", *(f"- {', '.join(cells)}: {reason}" for reason, cells in reasons.items())])
 
 
 def section() -> str:
-    """What stands between the markers of the page."""
-    return f"{pairs_table()}\n\nAnd by family, on the CPU:\n\n{families_table()}\n"
+    """What stands between the markers of the page: pairs of kinds for Harmonic, and kinds by family."""
+    pairs = {pair: ("harmonic", pair) for pair in combinations(KINDS, 2) if not set(pair) <= set(_DATA)}
+    families = {(family, kind): (family, (kind,)) for family in FAMILIES for kind in KINDS}
+    return (f"{_table('Harmonic', KINDS[:-1], KINDS[1:], pairs)}\n\nAnd by family, on the CPU:\n\n"
+            f"{_table('model', FAMILIES, KINDS, families)}\n")
 
 
 def main(write: bool = False) -> None:

@@ -15,7 +15,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,22 +24,19 @@ import torch
 import tyro
 from torch import nn
 
-from benchmarks.parallel import GLOBAL_BATCH, SEQ_LEN, Layout, launch, trainers
+from benchmarks.parallel import SEQ_LEN, Layout, launch, steps_of
 from eval.tables import markdown
 from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
 
 # by then shapes are known, buckets are built and FSDP has set up
 COUNTED_STEP = 3
-SEGMENTS = 4
-_SEGMENTS = (f"--harmonic.segment_len={SEQ_LEN // SEGMENTS}",)
 
 LAYOUTS = (
     Layout("FSDP 2", fsdp=2),
-    Layout("FSDP 2, recomputed", fsdp=2, overrides=("--activation_checkpoint.mode=full",)),
+    Layout("FSDP 2, recomputed", fsdp=2, recomputes=True),
     Layout("FSDP 2, 2 accumulated", fsdp=2, accumulation=2),
-    Layout("FSDP 2, 4 segments", fsdp=2, overrides=_SEGMENTS),
-    Layout("FSDP 2, 4 segments, never reshard", fsdp=2, overrides=(
-        *_SEGMENTS, "--parallelism.fsdp_reshard_after_forward=never")),
+    Layout("FSDP 2, 4 segments", fsdp=2, segment_len=SEQ_LEN // 4),
+    Layout("FSDP 2, 4 segments, never reshard", fsdp=2, segment_len=SEQ_LEN // 4, keeps=True),
     Layout("DDP 2", replicas=2),
     Layout("TP 2", tensor=2),
     Layout("CP 2", context=2),
@@ -58,9 +55,6 @@ _KINDS = {
     "c10d::send": ("send", 0),
     "c10d::recv_": ("receive", 0),
 }
-# fields of a config that the formulas take to have their defaults
-DEFAULT_PARTS = ("gate_ratio", "gate_rank", "attn", "use_short_conv", "tie_word_embeddings", "use_prediction_error",
-                 "use_output_gate", "use_output_proj", "gated_mlp")
 # share of the bytes that a rank sends, in a ring of n ranks
 _SENT = {
     "all-gather": lambda n: (n - 1) / n,
@@ -70,6 +64,12 @@ _SENT = {
     "send": lambda n: 1.0,
     "receive": lambda n: 0.0,
 }
+# fields of a config that the formulas take to have their defaults
+DEFAULT_PARTS = ("gate_ratio", "gate_rank", "attn", "use_short_conv", "tie_word_embeddings", "use_prediction_error",
+                 "use_output_gate", "use_output_proj", "gated_mlp")
+
+# calls of one step on one rank, by kind and bytes
+Calls = Counter[tuple[str, int]]
 
 
 class Call(NamedTuple):
@@ -82,6 +82,11 @@ class Call(NamedTuple):
     purpose: str
 
     @property
+    def on_gloo(self) -> str:
+        """The kind on gloo, where DTensor has no all-to-all: it gathers all and keeps a part."""
+        return "all-gather" if self.kind == "all-to-all" else self.kind
+
+    @property
     def sent(self) -> float:
         """Bytes that the rank sends in all of them."""
         return self.calls * self.bytes * _SENT[self.kind](self.ranks)
@@ -90,15 +95,8 @@ class Call(NamedTuple):
 @dataclass(frozen=True)
 class Shapes:
     """
-    What the communication of a Harmonic model depends on.
-
-    Args:
-        hidden, level, intermediate, vocab (int):
-            Sizes of hidden states, of a level, within the MLP, and of the vocabulary.
-        levels, blocks (int):
-            Levels of a layer, and layers.
-        embeddings, block, head (tuple[tuple[int, ...], ...]):
-            Shapes of the parameters of each of FSDP's groups: the table, one block, last norm and output layer.
+    What the communication of a Harmonic model depends on: sizes of hidden states, of a level, within the MLP and of the
+    vocabulary; levels of a layer, and layers; shapes of the parameters of each of FSDP's groups.
     """
 
     hidden: int
@@ -107,9 +105,9 @@ class Shapes:
     vocab: int
     levels: int
     blocks: int
-    embeddings: tuple[tuple[int, ...], ...]
-    block: tuple[tuple[int, ...], ...]
-    head: tuple[tuple[int, ...], ...]
+    embeddings: list[torch.Size]
+    block: list[torch.Size]
+    head: list[torch.Size]
 
     @classmethod
     def of(cls, config: HarmonicConfig) -> "Shapes":
@@ -126,11 +124,10 @@ class Shapes:
         with torch.device("meta"):
             model: Any = HarmonicForCausalLM(config)
         block = model.model.layers[0]
+        groups = (model.model.embeddings, block, nn.ModuleList([model.model.norm, model.lm_head]))
         return cls(
             config.hidden_size, block.attn.level_size, block.mlp.up_proj.out_features, config.vocab_size,
-            len(config.timescales), config.num_hidden_layers, _shapes(model.model.embeddings), _shapes(block),
-            (*_shapes(model.model.norm), *_shapes(model.lm_head)),
-        )
+            len(config.timescales), config.num_hidden_layers, *([p.shape for p in group.parameters()] for group in groups))
 
     @property
     def parameters(self) -> int:
@@ -138,171 +135,111 @@ class Shapes:
         return numbers_in(self.embeddings) + self.blocks * numbers_in(self.block) + numbers_in(self.head)
 
 
-def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(p.shape) for p in module.parameters())
-
-
-def numbers_in(shapes: Iterable[tuple[int, ...]], shards: int = 1) -> int:
+def numbers_in(shapes: Iterable[torch.Size], shards: int = 1) -> int:
     """Numbers in the parameters, each padded along its first dimension to equal shards."""
-    return sum(shards * -(-shape[0] // shards) * torch.Size(shape[1:]).numel() for shape in shapes)
+    return sum(shards * -(-shape[0] // shards) * shape[1:].numel() for shape in shapes)
 
 
-@dataclass(frozen=True)
-class Job:
+def designed(
+    layout: Layout,
+    shapes: Shapes,
+    rows: int,
+    tokens: int,
+    *,
+    param: int = 4,
+    reduce: int = 4,
+    activation: int = 4,
+    logged: bool = True,
+) -> list[Call]:
     """
-    A layout, and what else the communication of a job depends on.
+    The communication of one step on the first rank.
 
     Args:
-        layout (Layout):
-            Degrees.
         rows, tokens (int):
             What a rank reads at a time: rows, and tokens of each; under TP and CP of its whole group.
-        segments (int):
-            Segments of a sequence. Default: 1.
-        keeps (bool):
-            Whether `parallelism.fsdp_reshard_after_forward = "never"`. Default: `False`.
         param, reduce, activation (int):
             Bytes of a number of gathered parameters, of reduced gradients, of activations. Default: 4.
         logged (bool):
             Whether the step is logged. Default: `True`.
-    """
-
-    layout: Layout
-    rows: int
-    tokens: int
-    segments: int = 1
-    keeps: bool = False
-    param: int = 4
-    reduce: int = 4
-    activation: int = 4
-    logged: bool = True
-
-
-def designed(job: Job, shapes: Shapes) -> list[Call]:
-    """
-    The communication of one step on the first rank.
 
     Raises:
         ValueError: there is no formula for the combination.
     """
-    layout = job.layout
-    kinds = [layout.fsdp * layout.context * layout.replicas > 1, layout.tensor > 1, layout.pipeline > 1]
-    if sum(kinds) > 1:
+    data, shards = layout.fsdp * layout.replicas, layout.fsdp * layout.context
+    replicas, tensor, context, pipeline = layout.replicas, layout.tensor, layout.context, layout.pipeline
+    if sum([data * context > 1, tensor > 1, pipeline > 1]) > 1:
         raise ValueError(f"expected data and context, tensor, or pipeline parallelism alone; got {layout}")
-    parts = (_data_parallel, _context, _tensor, _pipeline)
-    # accumulated batches communicate each by itself
-    calls = [call._replace(calls=call.calls * layout.accumulation) for part in parts for call in part(job, shapes)]
-    return [call for call in (*calls, *_bookkeeping(job, shapes)) if call.calls]
+    blocks, levels, segments = shapes.blocks, shapes.levels, layout.segments(tokens)
 
-
-def _data_parallel(job: Job, shapes: Shapes) -> Iterator[Call]:
-    """DDP, FSDP, HSDP, and the parameters under context parallelism."""
-    shards, replicas, segments = job.layout.fsdp * job.layout.context, job.layout.replicas, job.segments
-    if shards == 1:
-        if replicas > 1:
-            # they fit in one of torchtitan's buckets of 100 MB
-            yield Call("all-reduce", shapes.parameters * job.reduce, replicas, 1, "gradients")
-        return
     # a block's parameters are freed after each use: the forward pass, and recomputation with its backward pass. The head
     # stays for the backward pass that follows at once. The table is not freed between backward passes: it has no input
     # whose gradient would tell that it is done
     groups = (
-        ("table", shapes.embeddings, 1, 1 if job.keeps else segments + 1),
-        ("blocks", shapes.block, shapes.blocks, segments if job.keeps else 2 * segments),
+        ("table", shapes.embeddings, 1, 1 if layout.keeps else segments + 1),
+        ("blocks", shapes.block, blocks, segments if layout.keeps else 2 * segments),
         ("head", shapes.head, 1, segments),
     )
+    # without shards, all gradients fit in one of torchtitan's buckets of 100 MB
+    calls = [Call("all-reduce", shapes.parameters * reduce, replicas, int(shards == 1), "gradients")]
     for name, parameters, count, gathered in groups:
         numbers = numbers_in(parameters, shards)
-        yield Call("all-gather", numbers * job.param, shards, count * gathered, f"parameters: {name}")
-        yield Call("reduce-scatter", numbers * job.reduce, shards, count, f"gradients: {name}")
-        if replicas > 1:
-            yield Call("all-reduce", numbers // shards * job.reduce, replicas, count, f"replicas: {name}")
+        calls += [
+            Call("all-gather", numbers * param, shards, count * gathered, f"parameters: {name}"),
+            Call("reduce-scatter", numbers * reduce, shards, count, f"gradients: {name}"),
+            Call("all-reduce", numbers // shards * reduce, replicas, count * int(shards > 1), f"replicas: {name}"),
+        ]
 
-
-def _context(job: Job, shapes: Shapes) -> Iterator[Call]:
-    """The affine map of a piece, and a gradient, for each level: whatever the length."""
-    ranks = job.layout.context
-    if ranks > 1:
-        numbers = ranks * job.rows * shapes.level
-        # states are float32
-        yield Call("all-gather", 2 * numbers * 4, ranks, shapes.blocks * shapes.levels, "maps of the pieces")
-        yield Call("all-gather", numbers * 4, ranks, shapes.blocks * shapes.levels, "gradients of the states")
-
-
-def _tensor(job: Job, shapes: Shapes) -> Iterator[Call]:
-    ranks, blocks, levels = job.layout.tensor, shapes.blocks, shapes.levels
-    if ranks == 1:
-        return
-    tokens = job.rows * job.tokens
+    # the affine map of a piece, and a gradient, for each level, in float32: whatever the length
+    states = 4 * context * rows * shapes.level
     # what reads whole tokens (levels, output gate, MLP; the head) gathers, what writes them (two projections; the table)
     # scatters, and the other way round in the backward pass
-    gathered, scattered = blocks * (levels + 2) + 1, blocks * 2 + 1
-    size = tokens * shapes.hidden * job.activation
-    yield Call("all-gather", size, ranks, gathered + scattered, "tokens")
-    yield Call("reduce-scatter", size, ranks, gathered + scattered, "tokens")
-    # norms of the levels, the output gate and what the output projection reads; forward and backward
-    yield Call("all-to-all", tokens * shapes.level * job.activation, ranks, 2 * blocks * (levels + 2), "channels to tokens")
-    yield Call("all-reduce", tokens * 4, ranks, 3, "loss over the vocabulary's shards")
-    # every rank has the norms and the predictions P, each with the gradients of its own tokens
-    yield Call("all-reduce", shapes.hidden * 4, ranks, 2 * blocks + 1, "gradients: norms")
-    yield Call("all-reduce", shapes.level * 4, ranks, 2 * blocks * levels, "gradients: norms of levels")
-    yield Call("all-reduce", shapes.hidden * shapes.level * 4, ranks, blocks * (levels - 1), "gradients: predictions")
+    sequences, size = blocks * (levels + 4) + 2, rows * tokens * activation
+    calls += [
+        Call("all-gather", 2 * states, context, blocks * levels, "maps of the pieces"),
+        Call("all-gather", states, context, blocks * levels, "gradients of the states"),
+        Call("all-gather", size * shapes.hidden, tensor, sequences, "tokens"),
+        Call("reduce-scatter", size * shapes.hidden, tensor, sequences, "tokens"),
+        # norms of the levels, the output gate and what the output projection reads; forward and backward
+        Call("all-to-all", size * shapes.level, tensor, 2 * blocks * (levels + 2), "channels to tokens"),
+        Call("all-reduce", rows * tokens * 4, tensor, 3, "loss over the vocabulary's shards"),
+        # every rank has the norms and the predictions P, each with the gradients of its own tokens
+        Call("all-reduce", shapes.hidden * 4, tensor, 2 * blocks + 1, "gradients: norms"),
+        Call("all-reduce", shapes.level * 4, tensor, 2 * blocks * levels, "gradients: norms of levels"),
+        Call("all-reduce", shapes.hidden * shapes.level * 4, tensor, blocks * (levels - 1), "gradients: predictions"),
+        Call("send", tokens * shapes.hidden * activation, pipeline, rows, "hidden states"),
+        Call("receive", tokens * shapes.hidden * activation, pipeline, rows, "gradients of hidden states"),
+    ]
+    # accumulated batches communicate each by itself
+    calls = [call._replace(calls=call.calls * layout.accumulation) for call in calls]
+    # a few numbers per step, however large the model and the batch
+    tensors = len(shapes.embeddings) + blocks * len(shapes.block) + len(shapes.head)
+    calls += [
+        Call("all-reduce", 8, data, 1, "number of labels"),
+        Call("all-reduce", 4 * tensors, shards * tensor, 1, "gradient norms"),
+        Call("all-reduce", 4, pipeline, 1, "gradient norm over stages"),
+        Call("all-reduce", 4, data * context, 2 * logged, "mean and largest loss"),
+        Call("all-reduce", 8, data * context, int(logged), "number of tokens"),
+        Call("all-reduce", 8 * 4 * levels, layout.ranks, int(logged and pipeline == 1), "states and timescales"),
+    ]
+    return [call for call in calls if call.calls and call.ranks > 1]
 
 
-def _pipeline(job: Job, shapes: Shapes) -> Iterator[Call]:
-    if job.layout.pipeline > 1:
-        size = job.tokens * shapes.hidden * job.activation
-        yield Call("send", size, job.layout.pipeline, job.rows, "hidden states")
-        yield Call("receive", size, job.layout.pipeline, job.rows, "gradients of hidden states")
-
-
-def _bookkeeping(job: Job, shapes: Shapes) -> Iterator[Call]:
-    """A few numbers per step, however large the model and the batch."""
-    layout = job.layout
-    data, shards = layout.fsdp * layout.replicas, layout.fsdp * layout.context
-    tensors = len(shapes.embeddings) + shapes.blocks * len(shapes.block) + len(shapes.head)
-    if data > 1:
-        yield Call("all-reduce", 8, data, 1, "number of labels")
-    if (ranks := shards * layout.tensor) > 1:
-        yield Call("all-reduce", 4 * tensors, ranks, 1, "gradient norms")
-    if layout.pipeline > 1:
-        yield Call("all-reduce", 4, layout.pipeline, 1, "gradient norm over stages")
-    if job.logged:
-        if (ranks := data * layout.context) > 1:
-            yield Call("all-reduce", 4, ranks, 2, "mean and largest loss")
-            yield Call("all-reduce", 8, ranks, 1, "number of tokens")
-        if layout.pipeline == 1:
-            yield Call("all-reduce", 8 * 4 * shapes.levels, layout.ranks, 1, "states and timescales")
-
-
-def job_of(layout: Layout) -> Job:
-    """The job that `run` counts in this layout."""
-    rows = GLOBAL_BATCH // (layout.fsdp * layout.replicas * layout.accumulation)
-    return Job(layout, rows, SEQ_LEN, segments=SEGMENTS if set(_SEGMENTS) <= set(layout.overrides) else 1,
-               keeps=any("never" in override for override in layout.overrides))
-
-
-def on_gloo(calls: Iterable[Call]) -> Counter[tuple[str, int]]:
-    """Calls by kind and bytes as gloo runs them."""
-    counted: Counter[tuple[str, int]] = Counter()
+def expected(layout: Layout, shapes: Shapes) -> tuple[list[Call], Calls]:
+    """What is designed for a layout that `run` counts, and its calls as gloo runs them."""
+    calls, counted = designed(layout, shapes, layout.rows, SEQ_LEN), Calls()
     for call in calls:
-        counted[_gloo_kind(call), call.bytes] += call.calls
-    return counted
+        counted[call.on_gloo, call.bytes] += call.calls
+    return calls, counted
 
 
-def _gloo_kind(call: Call) -> str:
-    # DTensor has no all-to-all there: it gathers all and keeps a part
-    return "all-gather" if call.kind == "all-to-all" else call.kind
-
-
-def traced(events: Iterable[Any]) -> Counter[tuple[str, int]]:
+def traced(events: Iterable[Any]) -> Calls:
     """
-    Calls by kind and bytes in a profile with shapes.
+    The calls in a profile with shapes.
 
     Raises:
         RuntimeError: an operation between ranks is none of the known ones.
     """
-    counted: Counter[tuple[str, int]] = Counter()
+    counted = Calls()
     for event in events:
         if event.name.startswith("c10d::"):
             if event.name not in _KINDS:
@@ -319,7 +256,7 @@ def _nbytes(value: Any) -> int:
     return torch.Size(value.sizes).numel() * value.dtype.itemsize
 
 
-def run(layouts: Iterable[Layout], out: Path) -> dict[str, Counter[tuple[str, int]]]:
+def run(layouts: Iterable[Layout], out: Path) -> dict[Layout, Calls]:
     """
     Train in every layout, and count the calls of one step on the first rank.
 
@@ -328,54 +265,49 @@ def run(layouts: Iterable[Layout], out: Path) -> dict[str, Counter[tuple[str, in
     """
     layouts = list(layouts)
     launch(layouts, COUNTED_STEP, out, "benchmarks.communication")
-    return {
-        layout.name: Counter({
-            (kind, size): calls for kind, size, calls in json.loads((out / layout.name / "calls.json").read_text())})
-        for layout in layouts}
+    files = {layout: out / layout.name / "calls.json" for layout in layouts}
+    return {layout: Calls({(kind, size): calls for kind, size, calls in json.loads(file.read_text())})
+            for layout, file in files.items()}
 
 
 def work(jobs: Path) -> None:
     """One rank of a launch: train every job, and write down the calls of its last step."""
     from torch.profiler import ProfilerActivity, profile
 
-    for trainer in trainers(jobs):
-        batches = trainer.batch_generator(trainer.dataloader)
-        while trainer.should_continue_training():
-            trainer.step += 1
-            with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
-                trainer.train_step(batches)
+    for trainer, step in steps_of(jobs):
+        if trainer.step < COUNTED_STEP:
+            step()
+            continue
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
+            step()
         if torch.distributed.get_rank() == 0:
             calls = traced(trace.profiler.kineto_results.experimental_event_tree())
-            rows = [(kind, size, number) for (kind, size), number in calls.items()]
+            rows = [(*key, number) for key, number in calls.items()]
             (Path(trainer.job_config.job.dump_folder) / "calls.json").write_text(json.dumps(rows))
 
 
-def table(counted: dict[str, Counter[tuple[str, int]]], shapes: Shapes) -> str:
+def table(counted: dict[Layout, Calls], shapes: Shapes) -> str:
     """Designed beside counted calls, by kind, in Markdown."""
     rows = []
-    for layout in (layout for layout in LAYOUTS if layout.name in counted):
-        job = job_of(layout)
-        calls = designed(job, shapes)
-        tokens = job.rows * job.tokens * layout.accumulation // layout.context // layout.tensor
-        both = on_gloo(calls), counted[layout.name]
-        for kind in dict.fromkeys(kind for counts in both for kind, _ in counts):
-            numbers = [sum(n for (k, _), n in counts.items() if k == kind) for counts in both]
-            sizes = [f"{sum(n * size for (k, size), n in counts.items() if k == kind):,}" for counts in both]
-            sent = sum(call.sent for call in calls if _gloo_kind(call) == kind)
-            rows.append((layout.name, kind, *numbers, *sizes, f"{sent / tokens:,.0f}"))
+    for layout, found in counted.items():
+        calls, design = expected(layout, shapes)
+        tokens = layout.rows * SEQ_LEN * layout.accumulation // layout.context // layout.tensor
+        for kind in dict.fromkeys(kind for kind, _ in (*design, *found)):
+            pairs = [[(n, size) for (k, size), n in counts.items() if k == kind] for counts in (design, found)]
+            sent = sum(call.sent for call in calls if call.on_gloo == kind)
+            rows.append((layout.name, kind, *(sum(n for n, _ in each) for each in pairs),
+                         *(f"{sum(n * size for n, size in each):,}" for each in pairs), f"{sent / tokens:,.0f}"))
     return markdown((
         "layout", "collective", "calls, designed", "counted", "bytes, designed", "counted", "sent per token, bytes"), rows)
 
 
-def differences(counted: dict[str, Counter[tuple[str, int]]], shapes: Shapes) -> list[str]:
+def differences(counted: dict[Layout, Calls], shapes: Shapes) -> list[str]:
     """Every kind and size of call whose number is not the designed one, in words."""
     wrong = []
-    for layout in (layout for layout in LAYOUTS if layout.name in counted):
-        by_design, by_count = on_gloo(designed(job_of(layout), shapes)), counted[layout.name]
-        wrong += [
-            f"{layout.name}: {by_design[key]} calls of {key[0]} with {key[1]:,} bytes designed, {by_count[key]} counted"
-            for key in sorted(by_design.keys() | by_count.keys()) if by_design[key] != by_count[key]
-        ]
+    for layout, found in counted.items():
+        _, design = expected(layout, shapes)
+        wrong += [f"{layout.name}: {design[key]} calls of {key[0]} with {key[1]:,} bytes designed, {found[key]} counted"
+                  for key in sorted(design.keys() | found.keys()) if design[key] != found[key]]
     return wrong
 
 

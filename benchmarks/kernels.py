@@ -7,15 +7,17 @@ given bandwidth: a bound, not a measurement. Chunk summaries (8 bytes per channe
 forward pass is the first two kernels (or the recurrent one), a backward pass the next two; `carry_kernel` is in both.
 """
 
+import math
 import re
 import subprocess
 import tempfile
-from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import triton
 import tyro
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from eval.tables import markdown
@@ -40,25 +42,7 @@ KERNELS = {
 }
 
 
-@dataclass
-class Options:
-    """Targets and sizes."""
-
-    archs: tuple[int, ...] = (80, 90, 100)
-    """Compute capabilities, e.g. 90 for the H100 and H200."""
-
-    dtype: str = "bf16"
-    """Of logits and outputs: bf16, fp16 or fp32."""
-
-    size: tuple[int, int, int] = (1, 65536, 1024)
-    """(B, T, D) that the time is given for."""
-
-    bandwidth: float = 4.3
-    """Copy bandwidth in TB/s; 4.3 was measured on an H200."""
-
-
-@dataclass
-class Usage:
+class Usage(NamedTuple):
     """What a compiled kernel uses."""
 
     registers: int
@@ -97,35 +81,42 @@ def _assemble(ptx: str, shared: int) -> Usage:
     target = re.search(r"\.target (sm_(\d+)\w*)", ptx)
     if target is None:
         raise RuntimeError("expected PTX with a .target line; found none. Use the Triton of constraints.txt.")
-    arch = target.group(1)
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / (
-        "ptxas-blackwell" if int(target.group(2)) >= 100 else "ptxas")
+    ptxas = get_ptxas(int(target[2])).path
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        run = subprocess.run([ptxas, "-v", f"--gpu-name={arch}", source, "-o", Path(folder) / "kernel.cubin"],
+        run = subprocess.run([ptxas, "-v", f"--gpu-name={target[1]}", source, "-o", Path(folder) / "kernel.cubin"],
                              capture_output=True, text=True)
     used = re.search(r"Used (\d+) registers", run.stderr)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", run.stderr)
     if run.returncode or not used or not spills:
-        raise RuntimeError(f"expected {ptxas} to assemble the kernel for {arch}; it said: {run.stderr.strip()}")
-    return Usage(int(used.group(1)), int(spills.group(1)) + int(spills.group(2)), shared)
+        raise RuntimeError(f"expected {ptxas} to assemble the kernel for {target[1]}; it said: {run.stderr.strip()}")
+    return Usage(int(used[1]), int(spills[1]) + int(spills[2]), shared)
 
 
-def main(options: Options) -> None:
-    B, T, D = options.size
-    item = {"bf16": 2, "fp16": 2, "fp32": 4}[options.dtype]
-    print(f"{options.dtype}, chunk {chunk.CHUNK}, tile {chunk.TILE} x 64, {fused_recurrent.NUM_WARPS} warps; "
-          f"time at {options.bandwidth} TB/s for {options.size}: by design, not measured")
+def main(
+    archs: tuple[int, ...] = (80, 90, 100),
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
+    size: tuple[int, int, int] = (1, 65536, 1024),
+    bandwidth: float = 4.3,
+) -> None:
+    """
+    Args:
+        archs: Compute capabilities, e.g. 90 for the H100 and H200.
+        dtype: Of logits and outputs.
+        size: (B, T, D) that the time is given for.
+        bandwidth: Copy bandwidth in TB/s; 4.3 was measured on an H200.
+    """
+    item = {"bf16": 2, "fp16": 2, "fp32": 4}[dtype]
+    print(f"{dtype}, chunk {chunk.CHUNK}, tile {chunk.TILE} x 64, {fused_recurrent.NUM_WARPS} warps; "
+          f"time at {bandwidth} TB/s for {size}: by design, not measured")
     rows = []
     for name, tensors in KERNELS.items():
-        for arch in options.archs:
-            usage = compile_kernel(name, arch, options.dtype)
-            moved = tensors * item
-            microseconds = B * T * D * moved / options.bandwidth / 1e6
-            rows.append((name, f"sm_{arch}", *astuple(usage), moved, f"{microseconds:.0f}"))
+        for arch in archs:
+            microseconds = math.prod(size) * tensors * item / bandwidth / 1e6
+            rows.append((name, f"sm_{arch}", *compile_kernel(name, arch, dtype), tensors * item, f"{microseconds:.0f}"))
     print(markdown(("kernel", "arch", "registers", "spilled B", "shared B", "B/element", "time, us"), rows))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    tyro.cli(main, description=__doc__)

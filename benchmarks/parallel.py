@@ -14,8 +14,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,11 @@ BOUND = 1e-6
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over processes: degrees of torchtitan's parallelism, and more overrides of the TOML."""
+    """
+    How a model is spread over processes and trained: torchtitan's degrees, batches of a rank in a step, the options of
+    segments and of the chunked loss (0: whole sequences), whether blocks are recomputed, and whether FSDP keeps what it has
+    gathered. `like` names the layout whose losses it must have.
+    """
 
     name: str
     fsdp: int = 1
@@ -44,6 +49,10 @@ class Layout:
     context: int = 1
     pipeline: int = 1
     accumulation: int = 1
+    segment_len: int = 0
+    loss_chunk: int = 0
+    recomputes: bool = False
+    keeps: bool = False
     family: str = "harmonic"
     flavor: str = "debug"
     overrides: tuple[str, ...] = ()
@@ -53,18 +62,38 @@ class Layout:
     def ranks(self) -> int:
         return self.fsdp * self.replicas * self.tensor * self.context * self.pipeline
 
-    def arguments(self, out: Path, steps: int) -> list[str]:
-        """torchtitan's command line."""
-        local_batch = GLOBAL_BATCH // (self.fsdp * self.replicas * self.accumulation)
+    @property
+    def rows(self) -> int:
+        """Rows that a rank reads at a time."""
+        return GLOBAL_BATCH // (self.fsdp * self.replicas * self.accumulation)
+
+    def segments(self, tokens: int) -> int:
+        """Segments of a sequence."""
+        return -(-tokens // self.segment_len) if self.segment_len else 1
+
+    def arguments(self) -> list[str]:
+        """Degrees and options on torchtitan's command line."""
+        values = {
+            "parallelism.data_parallel_shard_degree": self.fsdp,
+            "parallelism.data_parallel_replicate_degree": self.replicas,
+            "parallelism.tensor_parallel_degree": self.tensor,
+            "parallelism.context_parallel_degree": self.context,
+            "parallelism.pipeline_parallel_degree": self.pipeline,
+            "harmonic.segment_len": self.segment_len,
+            "harmonic.loss_chunk_tokens": self.loss_chunk,
+            "activation_checkpoint.mode": "full" if self.recomputes else "",
+            "parallelism.fsdp_reshard_after_forward": "never" if self.keeps else "",
+        }
+        return [*(f"--{name}={value}" for name, value in values.items() if value), *self.overrides]
+
+    def job(self, out: Path, steps: int) -> list[str]:
+        """torchtitan's command line for a small run."""
         return [
             f"--job.config_file={ROOT / f'titan_configs/{self.family}_debug.toml'}", f"--job.dump_folder={out / self.name}",
             f"--model.flavor={self.flavor}", f"--training.steps={steps}", f"--training.seq_len={SEQ_LEN}",
-            f"--training.global_batch_size={GLOBAL_BATCH}", f"--training.local_batch_size={local_batch}",
+            f"--training.global_batch_size={GLOBAL_BATCH}", f"--training.local_batch_size={self.rows}",
             "--optimizer.lr=1e-3", "--lr_scheduler.warmup_steps=2", "--metrics.log_freq=1", "--metrics.no_enable_tensorboard",
-            "--checkpoint.no_enable", f"--parallelism.data_parallel_shard_degree={self.fsdp}",
-            f"--parallelism.data_parallel_replicate_degree={self.replicas}",
-            f"--parallelism.tensor_parallel_degree={self.tensor}", f"--parallelism.context_parallel_degree={self.context}",
-            f"--parallelism.pipeline_parallel_degree={self.pipeline}", *self.overrides,
+            "--checkpoint.no_enable", *self.arguments(),
         ]
 
 
@@ -103,7 +132,7 @@ def launch(layouts: Sequence[Layout], steps: int, out: Path, module: str = "benc
         RuntimeError: a run failed.
     """
     for ranks in sorted({layout.ranks for layout in layouts}):
-        jobs = [layout.arguments(out, steps) for layout in layouts if layout.ranks == ranks]
+        jobs = [layout.job(out, steps) for layout in layouts if layout.ranks == ranks]
         (out / f"{ranks}.json").write_text(json.dumps(jobs))
         command = [
             sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--rdzv_backend=c10d",
@@ -143,8 +172,8 @@ def table(rows: Sequence[Row]) -> str:
          for row in rows))
 
 
-def trainers(jobs: Path) -> Iterator["Trainer"]:
-    """torchtitan's trainers of the jobs of a launch, one after another, in one process group."""
+def steps_of(jobs: Path) -> Iterator[tuple["Trainer", Callable[[], None]]]:
+    """torchtitan's trainer and what trains it, for every step of every job of a launch, in one process group."""
     import torch.distributed as dist
     from torchtitan.config import ConfigManager
     from torchtitan.tools.logging import init_logger
@@ -153,19 +182,13 @@ def trainers(jobs: Path) -> Iterator["Trainer"]:
     init_logger()
     for arguments in json.loads(jobs.read_text()):
         trainer = Trainer(ConfigManager().parse_args(arguments))
-        yield trainer
-        trainer.close()
-        dist.barrier()
-    dist.destroy_process_group()
-
-
-def work(jobs: Path) -> None:
-    """One rank of a launch: train every job."""
-    for trainer in trainers(jobs):
         batches = trainer.batch_generator(trainer.dataloader)
         while trainer.should_continue_training():
             trainer.step += 1
-            trainer.train_step(batches)
+            yield trainer, partial(trainer.train_step, batches)
+        trainer.close()
+        dist.barrier()
+    dist.destroy_process_group()
 
 
 def main(steps: int = 20, out: Path | None = None) -> None:
@@ -185,6 +208,7 @@ def main(steps: int = 20, out: Path | None = None) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["work"]:
-        work(Path(sys.argv[2]))
+        for _, step in steps_of(Path(sys.argv[2])):
+            step()
     else:
         tyro.cli(main)

@@ -8,13 +8,14 @@ collectives, and the assumptions that it prints.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import tyro
 
 from benchmarks.architecture import saved_bytes
-from benchmarks.communication import Job, Shapes, designed, numbers_in
+from benchmarks.communication import Shapes, designed, numbers_in
 from benchmarks.parallel import Layout
 from eval.tables import markdown
 from fla_harmonic.models.harmonic import HarmonicConfig, HarmonicForCausalLM
@@ -29,73 +30,31 @@ _COUNTED_WIDTH = 256
 class Hardware:
     """Assumptions about a GPU (an H200), its links, and how well it is used."""
 
+    # bytes, and the share of them that tensors may take; the rest is for the allocator's gaps, CUDA and NCCL
     memory: float = 141e9
-    """Bytes."""
-
     usable: float = 0.9
-    """Share of the memory that tensors may take; the rest is for the allocator's gaps, CUDA and NCCL."""
-
+    # dense bf16 operations per second, and the share of them that is reached, recomputation included
     flops: float = 989e12
-    """Dense bf16 operations per second."""
-
     utilization: float = 0.4
-    """Share of them that is reached, recomputation included."""
-
+    # GPUs of a node, and bytes per second that one sends within it (NVLink) and to others (400 Gbit/s each)
     node: int = 8
-    """GPUs of a node."""
-
     inside: float = 450e9
-    """Bytes per second that a GPU sends within its node (NVLink)."""
-
     outside: float = 50e9
-    """Bytes per second that a GPU sends to other nodes (400 Gbit/s each)."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A layout and its options; each rank reads one row of the batch."""
-
-    layout: Layout
-    segment_len: int = 0
-    loss_chunk: int = 0
-    recomputes: bool = False
-    keeps: bool = False
-    suggested: bool = False
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a rank."""
-        return TOKENS // self.layout.context
-
-    @property
-    def segments(self) -> int:
-        return -(-self.tokens // self.segment_len) if self.segment_len else 1
-
-    @property
-    def tokens_a_step(self) -> int:
-        return TOKENS * self.layout.fsdp * self.layout.replicas
-
-    def options(self) -> str:
-        """In words."""
-        parts = [f"segments of {self.segment_len:,}"] if self.segment_len else []
-        parts += ["blocks recomputed"] if self.recomputes else []
-        parts += [f"loss chunks of {self.loss_chunk:,}"] if self.loss_chunk else []
-        parts += ["never resharded"] if self.keeps else []
-        return ", ".join(parts)
 
 
 _SEGMENTED: dict[str, Any] = dict(segment_len=32768, loss_chunk=8192, keeps=True)
 _RECOMPUTED: dict[str, Any] = dict(loss_chunk=8192, recomputes=True)
+# each rank reads one row of the batch; and whether we would start with it
 PLANS = (
-    Plan(Layout("FSDP 8", fsdp=8), **_RECOMPUTED),
-    Plan(Layout("FSDP 8", fsdp=8), **_SEGMENTED, suggested=True),
-    Plan(Layout("CP 8", context=8), **_RECOMPUTED, suggested=True),
-    Plan(Layout("FSDP 64", fsdp=64), **_SEGMENTED),
-    Plan(Layout("HSDP 8x8", replicas=8, fsdp=8), **_SEGMENTED, suggested=True),
-    Plan(Layout("FSDP 4 x CP 16", fsdp=4, context=16), **_RECOMPUTED, suggested=True),
-    Plan(Layout("HSDP 64x8", replicas=64, fsdp=8), **_SEGMENTED),
-    Plan(Layout("HSDP 8x4 x CP 16", replicas=8, fsdp=4, context=16), **_RECOMPUTED, suggested=True),
-    Plan(Layout("HSDP 8x2 x CP 32", replicas=8, fsdp=2, context=32), **_RECOMPUTED, suggested=True),
+    (Layout("FSDP 8", fsdp=8, **_RECOMPUTED), False),
+    (Layout("FSDP 8", fsdp=8, **_SEGMENTED), True),
+    (Layout("CP 8", context=8, **_RECOMPUTED), True),
+    (Layout("FSDP 64", fsdp=64, **_SEGMENTED), False),
+    (Layout("HSDP 8x8", replicas=8, fsdp=8, **_SEGMENTED), True),
+    (Layout("FSDP 4 x CP 16", fsdp=4, context=16, **_RECOMPUTED), True),
+    (Layout("HSDP 64x8", replicas=64, fsdp=8, **_SEGMENTED), False),
+    (Layout("HSDP 8x4 x CP 16", replicas=8, fsdp=4, context=16, **_RECOMPUTED), True),
+    (Layout("HSDP 8x2 x CP 32", replicas=8, fsdp=2, context=32, **_RECOMPUTED), True),
 )
 
 _RANKS = 8
@@ -108,25 +67,21 @@ KINDS = (
     (Layout("PP, first stage", pipeline=_RANKS), _RANKS),
     (Layout("TP", tensor=_RANKS), 1),
 )
+# bf16, in steps that are not logged
+_designed = partial(designed, tokens=TOKENS, param=2, activation=2, logged=False)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """
-    What the plans need of a model.
-
-    Args:
-        shapes (Shapes):
-            Shapes of the parameters.
-        flops (int):
-            Training operations per token.
-        saved (float):
-            Bytes per token that a block saves for its backward pass, in bf16.
-    """
+    """What the plans need of a model."""
 
     shapes: Shapes
+
     flops: int
+    """Training operations per token."""
+
     saved: float
+    """Bytes per token that a block saves for its backward pass, in bf16."""
 
     @classmethod
     def build(cls) -> "Costs":
@@ -144,73 +99,56 @@ class Costs:
         return cls(Shapes.of(config), flops, saved_bytes(block, inputs) * WIDTH / _COUNTED_WIDTH)
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Bytes on a GPU, and seconds per step."""
+def needs(layout: Layout, model: Costs, hardware: Hardware) -> tuple[tuple[float, float, float, float], float, float]:
+    """
+    What a step of the plan takes.
 
-    resident: float
-    """Shards in float32: parameters, both moments of AdamW, gradients."""
-
-    whole: float
-    """Gathered parameters, and gradients that are not reduced yet."""
-
-    activations: float
-    """What is saved for the backward pass, a block's worth to work in, states and tokens."""
-
-    logits: float
-    """Those that exist at a time, with what the loss makes of them."""
-
-    compute: float
-    communication: float
-
-    @property
-    def total(self) -> float:
-        return self.resident + self.whole + self.activations + self.logits
-
-
-def needs(plan: Plan, model: Costs, hardware: Hardware) -> Needs:
-    """What a step of the plan takes."""
-    shapes, layout = model.shapes, plan.layout
-    shards = layout.fsdp * layout.context
+    Returns:
+        Bytes on a GPU of shards (parameters, both moments of AdamW and gradients in float32), of gathered parameters and
+        gradients that are not reduced yet, of activations (what is saved for the backward pass, a block's worth to work in,
+        states and tokens), and of the logits that exist at a time with what the loss makes of them; seconds of computation;
+        seconds of communication.
+    """
+    shapes, shards = model.shapes, layout.fsdp * layout.context
+    tokens = TOKENS // layout.context
+    segments = layout.segments(tokens)
     block, table, head = map(numbers_in, (shapes.block, shapes.embeddings, shapes.head))
 
     # bf16; a block and the next one, each in the buffer that was gathered and as parameters
-    whole = 2 * (shapes.parameters if plan.keeps else table + head + 2 * 2 * block)
+    whole = 2 * (shapes.parameters if layout.keeps else table + head + 2 * 2 * block)
     # bf16 of all segments until the last is done; in float32 the group that is being reduced
-    whole += 2 * (shapes.parameters if plan.segments > 1 else head + 2 * block) + 4 * max(table, head, block)
+    whole += 2 * (shapes.parameters if segments > 1 else head + 2 * block) + 4 * max(table, head, block)
 
-    at_once = -(-plan.tokens // plan.segments)
-    inputs = 2 * shapes.hidden * shapes.blocks
-    saved = inputs + model.saved if plan.recomputes else shapes.blocks * model.saved
-    states = 4 * shapes.blocks * shapes.levels * shapes.level * plan.segments
-    activations = at_once * (saved + model.saved) + states + 16 * plan.tokens
+    at_once = -(-tokens // segments)
+    saved = 2 * shapes.hidden * shapes.blocks + model.saved if layout.recomputes else shapes.blocks * model.saved
+    states = 4 * shapes.blocks * shapes.levels * shapes.level * segments
+    activations = at_once * (saved + model.saved) + states + 16 * tokens
 
-    chunk = min(plan.loss_chunk or at_once, at_once)
     # a logit and its gradient in bf16 and in float32, and the logarithm of its softmax
-    logits = 16 * chunk * shapes.vocab
-    if plan.loss_chunk:
+    logits = 16 * min(layout.loss_chunk or at_once, at_once) * shapes.vocab
+    if layout.loss_chunk:
         # the head's weight and its gradient in float32
         logits += 8 * shapes.vocab * shapes.hidden
 
-    passes = (plan.segments > 1) + plan.recomputes
-    operations = plan.tokens * model.flops * (1 + passes / 3)
-    job = Job(layout, rows=1, tokens=TOKENS, segments=plan.segments, keeps=plan.keeps, param=2, activation=2, logged=False)
-    seconds = sum(
-        call.sent / (hardware.inside if _is_inside(call.purpose, plan, hardware) else hardware.outside)
-        for call in designed(job, shapes)
-    )
-    return Needs(16 * shapes.parameters / shards, whole, activations, logits,
-                 operations / (hardware.flops * hardware.utilization), seconds)
+    passes = (segments > 1) + layout.recomputes
+    operations = tokens * model.flops * (1 + passes / 3)
+    # ranks that a purpose spans: neighbors share a sequence first, then shards, then replicas
+    spans = {"maps of the pieces": layout.context, "gradients of the states": layout.context,
+             "parameters": shards, "gradients": shards}
+    seconds = 0.0
+    for call in _designed(layout, shapes, rows=1):
+        span = spans.get(call.purpose.partition(":")[0], layout.ranks)
+        seconds += call.sent / (hardware.inside if span <= hardware.node else hardware.outside)
+    return ((16 * shapes.parameters / shards, whole, activations, logits),
+            operations / (hardware.flops * hardware.utilization), seconds)
 
 
-def _is_inside(purpose: str, plan: Plan, hardware: Hardware) -> bool:
-    """Whether the ranks that talk are of one node; neighbors share a sequence first, then shards, then replicas."""
-    layout = plan.layout
-    if purpose in ("maps of the pieces", "gradients of the states"):
-        return layout.context <= hardware.node
-    if purpose.startswith(("parameters", "gradients")):
-        return layout.fsdp * layout.context <= hardware.node
-    return layout.ranks <= hardware.node
+def options(layout: Layout) -> str:
+    """In words."""
+    words = {
+        f"segments of {layout.segment_len:,}": layout.segment_len, "blocks recomputed": layout.recomputes,
+        f"loss chunks of {layout.loss_chunk:,}": layout.loss_chunk, "never resharded": layout.keeps}
+    return ", ".join(word for word, used in words.items() if used)
 
 
 def assumptions(model: Costs, hardware: Hardware) -> str:
@@ -234,16 +172,16 @@ def assumptions(model: Costs, hardware: Hardware) -> str:
 def table(model: Costs, hardware: Hardware) -> str:
     """The plans in Markdown; GB are of 10^9 bytes."""
     rows = []
-    for plan in PLANS:
-        need = needs(plan, model, hardware)
-        fits = need.total <= hardware.memory * hardware.usable
-        hours = 20e9 / plan.tokens_a_step * (need.compute + need.communication) / 3600
-        mark = "**" if plan.suggested else ""
-        memory = (need.resident, need.whole, need.activations, need.logits, need.total)
+    for layout, suggested in PLANS:
+        memory, compute, communication = needs(layout, model, hardware)
+        total = sum(memory)
+        fits = total <= hardware.memory * hardware.usable
+        step = TOKENS * layout.fsdp * layout.replicas
+        hours = 20e9 / step * (compute + communication) / 3600
         rows.append((
-            plan.layout.ranks, f"{mark}{plan.layout.name}{mark}", plan.options(), f"{plan.tokens_a_step:,}",
-            *(f"{part / 1e9:.1f}" for part in memory), "yes" if fits else "no", f"{need.compute:.2f}",
-            f"{need.communication:.2f}", f"{hours:.2f}" if fits else ""))
+            layout.ranks, f"**{layout.name}**" if suggested else layout.name, options(layout), f"{step:,}",
+            *(f"{part / 1e9:.1f}" for part in (*memory, total)), "yes" if fits else "no", f"{compute:.2f}",
+            f"{communication:.2f}", f"{hours:.2f}" if fits else ""))
     return markdown((
         "GPUs", "layout", "options", "tokens per step", "shards, GB", "gathered, GB", "activations, GB", "logits, GB",
         "total, GB", "fits", "compute, s", "communication, s", "20B tokens, hours"), rows)
@@ -255,8 +193,7 @@ def kinds_table(model: Costs) -> str:
     for layout, rows in KINDS:
         together = rows * layout.fsdp * layout.replicas
         tokens = together * TOKENS // layout.ranks
-        job = Job(layout, rows=rows, tokens=TOKENS, param=2, activation=2, logged=False)
-        sent = sum(call.sent for call in designed(job, model.shapes))
+        sent = sum(call.sent for call in _designed(layout, model.shapes, rows=rows))
         lines.append(
             (layout.name, f"{together} x {TOKENS:,}", f"{tokens:,}", f"{sent / 1e9:.2f}", f"{sent / tokens:,.0f}"))
     return markdown((f"{_RANKS} ranks", "rows x tokens that they read", "tokens per rank", "sent per step, GB",

@@ -10,16 +10,16 @@ they return. Nothing is timed unless every backend first agrees with the float64
 
 import platform
 import statistics
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 import tyro
+from torch.utils.benchmark.utils.timer import timer
 
 from eval.tables import markdown, save
 from fla_harmonic.ops.harmonic import (
@@ -38,36 +38,6 @@ OPS: dict[str, Callable[..., torch.Tensor]] = {
 }
 # tensors of the inputs' size that a pass must move
 TENSORS = {("linear_scan", FORWARD): 3, ("linear_scan", BOTH): 8, ("chunk_harmonic", FORWARD): 3, ("chunk_harmonic", BOTH): 9}
-
-
-@dataclass
-class Options:
-    """Sizes and repetitions of the benchmark."""
-
-    device: str = "cpu"
-    """cpu or cuda."""
-
-    dtype: str = "float32"
-    """float32 or bfloat16."""
-
-    sizes: list[tuple[int, int, int]] = field(default_factory=lambda: [
-        (16, 1024, 256), (1, 4096, 256), (1, 16384, 256), (1, 65536, 256), (1, 1048576, 256)])
-    """(B, T, D), one group of rows each."""
-
-    backends: tuple[str, ...] = ()
-    """Backends to time. Default: all that run on the device."""
-
-    rounds: int = 7
-    """Timed rounds; each times the bound and every scan once."""
-
-    threads: int = 2
-    """CPU threads of torch and of the scans."""
-
-    csv: Path | None = None
-    """File for the table, if wanted."""
-
-    png: Path | None = None
-    """File for a plot of it, if wanted."""
 
 
 class Row(NamedTuple):
@@ -99,15 +69,11 @@ def check(backends: list[str], device: str, dtype: torch.dtype) -> None:
                 raise RuntimeError(f"{name} on {backend}: expected the oracle within {bound}; off by {error:.2e}. Not timed.")
 
 
-def seconds(run: Callable[[], object], device: str) -> float:
+def seconds(run: Callable[[], object]) -> float:
     """Wall time of a call, with what it started on the device."""
-    if device != "cpu":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = timer()
     run()
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return timer() - start
 
 
 def python_loop(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -119,32 +85,31 @@ def python_loop(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def measure(size: tuple[int, int, int], backends: list[str], options: Options) -> list[Row]:
+def measure(size: tuple[int, int, int], backends: list[str], device: str, dtype: torch.dtype, rounds: int) -> list[Row]:
     """The rows of one size."""
-    dtype = getattr(torch, options.dtype)
-    a, b, grad = (x.to(options.device, dtype) for x in (-torch.rand(size), torch.randn(size), torch.randn(size)))
+    a, b, grad = (x.to(device, dtype) for x in (-torch.rand(size), torch.randn(size), torch.randn(size)))
     out = torch.empty_like(a)
     a_grad, b_grad = a.clone().requires_grad_(), b.clone().requires_grad_()
 
-    def both(name: str, backend: str) -> None:
-        OPS[name](a_grad, b_grad, backend).backward(grad)
+    def both(op: Callable[..., torch.Tensor], backend: str) -> None:
+        op(a_grad, b_grad, backend).backward(grad)
         a_grad.grad = b_grad.grad = None
 
     runs: dict[tuple[str, str, str], Callable[[], object]] = {}
     for name, op in OPS.items():
         for backend in backends:
             runs[name, backend, FORWARD] = partial(op, a, b, backend)
-            runs[name, backend, BOTH] = partial(both, name, backend)
+            runs[name, backend, BOTH] = partial(both, op, backend)
     for run in runs.values():
         run()
     # (time, time over the bound's) of each round
     times: dict[tuple[str, str, str], list[tuple[float, float]]] = {key: [] for key in runs}
-    for _ in range(options.rounds):
+    for _ in range(rounds):
         for (name, backend, direction), run in runs.items():
-            bound = seconds(lambda: torch.add(a, b, out=out), options.device) * TENSORS[name, direction] / 3
-            elapsed = seconds(run, options.device)
+            bound = seconds(partial(torch.add, a, b, out=out)) * TENSORS[name, direction] / 3
+            elapsed = seconds(run)
             times[name, backend, direction].append((elapsed, elapsed / bound))
-    loop = seconds(lambda: python_loop(a, b), options.device)
+    loop = seconds(partial(python_loop, a, b))
     rows = []
     for (name, backend, direction), timed in times.items():
         elapsed, ratio = map(statistics.median, zip(*timed, strict=True))
@@ -155,8 +120,6 @@ def measure(size: tuple[int, int, int], backends: list[str], options: Options) -
 
 def plot(rows: pd.DataFrame, title: str, file: Path) -> None:
     """Time over the bound for every size, a panel per direction."""
-    import matplotlib.pyplot as plt
-
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
     for axis, (direction, panel) in zip(axes, rows.groupby("direction"), strict=True):
         for (op, backend), line in panel.groupby(["op", "backend"], sort=False):
@@ -170,31 +133,52 @@ def plot(rows: pd.DataFrame, title: str, file: Path) -> None:
     save(figure, file)
 
 
-def main(options: Options) -> None:
-    torch.set_num_threads(options.threads)
-    dtype = getattr(torch, options.dtype)
-    usable = usable_backends(torch.zeros(1, dtype=dtype, device=options.device))
-    if wrong := set(options.backends) - set(usable):
-        raise ValueError(f"`backends` must be of {usable} on {options.device} with {options.dtype}; got {sorted(wrong)}.")
-    backends = list(options.backends) or usable
-    check(backends, options.device, dtype)
-    machine = torch.cuda.get_device_name() if options.device != "cpu" else platform.processor() or platform.machine()
-    title = (f"{machine}, {options.threads} CPU threads, {options.dtype}, torch {torch.__version__}; kernels that ran: "
-             f"{', '.join(backends)}; median of {options.rounds} rounds")
+def main(
+    device: str = "cpu",
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    sizes: tuple[tuple[int, int, int], ...] = (
+        (16, 1024, 256), (1, 4096, 256), (1, 16384, 256), (1, 65536, 256), (1, 1048576, 256)),
+    backends: tuple[str, ...] = (),
+    rounds: int = 7,
+    threads: int = 2,
+    csv: Path | None = None,
+    png: Path | None = None,
+) -> None:
+    """
+    Args:
+        device: cpu or cuda.
+        dtype: Of the inputs.
+        sizes: (B, T, D), one group of rows each.
+        backends: Backends to time. Default: all that run on the device.
+        rounds: Timed rounds; each times the bound and every scan once.
+        threads: CPU threads of torch and of the scans.
+        csv: File for the table, if wanted.
+        png: File for a plot of it, if wanted.
+    """
+    torch.set_num_threads(threads)
+    kind: torch.dtype = getattr(torch, dtype)
+    usable = usable_backends(torch.zeros(1, dtype=kind, device=device))
+    if wrong := set(backends) - set(usable):
+        raise ValueError(f"`backends` must be of {usable} on {device} with {dtype}; got {sorted(wrong)}.")
+    timed = list(backends) or usable
+    check(timed, device, kind)
+    machine = torch.cuda.get_device_name() if device != "cpu" else platform.processor() or platform.machine()
+    title = (f"{machine}, {threads} CPU threads, {dtype}, torch {torch.__version__}; kernels that ran: {', '.join(timed)}; "
+             f"median of {rounds} rounds")
     print(title)
     rows = []
-    for size in options.sizes:
-        measured = measure(size, backends, options)
+    for size in sizes:
+        measured = measure(size, timed, device, kind, rounds)
         rows += measured
         print(markdown(("B", "T", "D", "op", "backend", "pass", "over bound", "ns/token", "loop over it"), (
             (*row[:6], f"{row.over_bound:.2f}", f"{row.ns_per_token:.1f}",
              "" if row.loop_over_it is None else f"{row.loop_over_it:.1f}") for row in measured)), flush=True)
     frame = pd.DataFrame(rows)
-    if options.csv is not None:
-        frame.to_csv(options.csv, index=False, lineterminator="\r\n")
-    if options.png is not None:
-        plot(frame, title, options.png)
+    if csv is not None:
+        frame.to_csv(csv, index=False, lineterminator="\r\n")
+    if png is not None:
+        plot(frame, title, png)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    tyro.cli(main, description=__doc__)

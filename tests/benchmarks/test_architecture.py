@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.architecture import OPTIONS, Options, cost, main, saved_bytes
+from benchmarks.architecture import OPTIONS, cost, main, saved_bytes
 from fla_harmonic import HarmonicAttention, HarmonicConfig
 
 PAGE = (Path(__file__).parents[2] / "docs/architecture.md").read_text(encoding="utf-8")
 
 
 def test_the_page_has_what_the_command_prints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    main(Options(png=tmp_path / "figure.png"))
+    main(png=tmp_path / "figure.png")
     tables = capsys.readouterr().out.strip().split("\n\n")
     assert len(tables) == 2
     for table in tables:
