@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from uuid import uuid4
 
@@ -56,6 +57,11 @@ class TokenSplit:
     tokens: np.ndarray
     document_starts: np.ndarray
     num_bytes: int
+
+    @cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the tokens and document starts, with their types and shapes: another text or tokenizer has another."""
+        return _digest(self.tokens, self.document_starts).tobytes().hex()
 
 
 def load_split(

@@ -33,7 +33,8 @@ class TokenWindows:
     def __init__(self, split: TokenSplit, seq_len: int, *, tail: bool = False) -> None:
         if seq_len < 1:
             raise ValueError(f"expected seq_len to be at least 1, got {seq_len}")
-        self.tokens, self.document_starts, self.seq_len = split.tokens, split.document_starts, seq_len
+        self.split, self.seq_len = split, seq_len
+        self.tokens, self.document_starts = split.tokens, split.document_starts
         labels = len(self.tokens) - 1
         self.count = -(-labels // seq_len) if tail else labels // seq_len
         if self.count < 1:

@@ -60,7 +60,7 @@ def test_a_global_step_reads_the_same_windows_on_any_ranks_and_accumulation(
         batch = data.draw(st.sampled_from([n for n in (1, 2, 3, 4, 6, 12) if 12 % (world * n) == 0]))
         loaders = [loader(split, 3, batch, world, rank) for rank in range(world)]
         runs.append([global_step(loaders, 12 // (world * batch)) for _ in range(skip + 2)])
-        assert all(each.state_dict() == {"windows": 12 * (skip + 2)} for each in loaders)
+        assert all(each.state_dict()["windows"] == 12 * (skip + 2) for each in loaders)
     assert runs[0] == runs[1]
 
 
@@ -82,11 +82,11 @@ def test_resume_is_bit_identical_within_and_across_epochs(count: int, steps: int
 
 def test_resume_on_other_ranks_through_a_checkpoint_continues_the_order(tmp_path) -> None:
     split = numbered(3 * 20 + 1)
-    before = [loader(split, 3, 4, 2, rank) for rank in range(2)]
+    before = [loader(split, 3, 4, 2, rank, global_batch_size=8) for rank in range(2)]
     for _ in range(4):
         global_step(before, 1)
     dcp.save({"dataloader": before[1]}, checkpoint_id=tmp_path, no_dist=True)
-    after = [loader(split, 3, 1, 4, rank) for rank in range(4)]
+    after = [loader(split, 3, 1, 4, rank, global_batch_size=8) for rank in range(4)]
     for each in after:
         dcp.load({"dataloader": each}, checkpoint_id=tmp_path, no_dist=True)
     for _ in range(4):
@@ -96,10 +96,43 @@ def test_resume_on_other_ranks_through_a_checkpoint_continues_the_order(tmp_path
 def test_state_of_another_loader_is_refused() -> None:
     each = loader(numbered(9), 4, 1)
     each.load_state_dict({})
-    assert each.state_dict() == {"windows": 0}
+    assert each.state_dict()["windows"] == 0
     for wrong in ({"dp_rank_0": b"", "world_size": 1}, {"windows": -1}):
         with pytest.raises(ValueError, match=r'"windows": n.*another data loader'):
             each.load_state_dict(wrong)
+
+
+@pytest.mark.parametrize(("changed", "differs"), [
+    (dict(seq_len=2), ("seq_len = 3", "seq_len = 2")),
+    (dict(global_batch_size=4), ("global_batch_size = 8", "global_batch_size = 4")),
+    (dict(seed=1), ("seed = 0", "seed = 1")),
+    (dict(document_ids=False), ("reset_documents = True", "reset_documents = False")),
+    (dict(split=numbered(62, (0, 5))), ("tokens = 61, tokens_sha256", "tokens = 62, tokens_sha256")),
+    # of another text, or another tokenizer
+    (dict(split=TokenSplit(np.arange(1, 62, dtype=np.uint16), np.asarray([0, 5]), 61)), ("tokens_sha256", "tokens_sha256")),
+    # the same tokens, other documents
+    (dict(split=numbered(61, (0, 6))), ("tokens_sha256", "tokens_sha256")),
+], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")
+def test_a_position_in_other_data_is_refused(changed: dict, differs: tuple[str, str]) -> None:
+    options = dict(split=numbered(61, (0, 5)), seq_len=3, batch=2, global_batch_size=8, document_ids=True)
+    saved = loader(**options).state_dict()
+    loader(**options).load_state_dict(saved)
+    other = loader(**options | changed)
+    with pytest.raises(ValueError, match=f"{differs[0]}.*this job has {differs[1]}.*exclude_from_loading.*initial_load_path"):
+        other.load_state_dict(saved)
+    assert other.consumed == 0
+
+
+def test_reset_documents_of_one_document_are_no_other_data() -> None:
+    saved = loader(numbered(61), 3, 2, document_ids=True).state_dict()
+    loader(numbered(61), 3, 2, document_ids=False).load_state_dict(saved)
+
+
+def test_a_position_that_does_not_name_its_data_is_taken_and_logged(caplog) -> None:
+    each = loader(numbered(61), 3, 2)
+    each.load_state_dict({"windows": 6})
+    assert each.state_dict()["windows"] == 6
+    assert "does not say which data" in caplog.text
 
 
 # a torchtitan job
@@ -176,7 +209,7 @@ def test_budget_beyond_one_epoch_is_delivered_and_logged(job, tmp_path, caplog) 
     assert "1,280 tokens; 1.43 epochs of 14 windows" in caplog.text
     batches = [labels for _, (_, labels) in zip(range(10), dataloader, strict=False)]
     assert sum(labels.numel() for labels in batches) == 1280
-    assert dataloader.state_dict() == {"windows": 20}
+    assert dataloader.state_dict()["windows"] == 20
 
 
 def test_reset_documents_adds_the_document_of_each_token(job, tmp_path, caplog) -> None:

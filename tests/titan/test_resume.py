@@ -1,5 +1,6 @@
 """A run that stops and continues is the run that does not stop."""
 
+import pickle
 import shutil
 import time
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from runs import options, run, start, steps, values
+from runs import LOSS, options, run, start, steps, values
 from torch.distributed.checkpoint import FileSystemReader
 
 from fla_harmonic.titan.components.checkpoint import RANDOM_STATE, checkpoint_steps, is_whole
@@ -19,6 +20,15 @@ def resumed(source: Path, step: int, out: Path) -> Path:
     """A folder in which a run continues from one checkpoint of another."""
     shutil.copytree(source / f"checkpoint/step-{step}", out / f"checkpoint/step-{step}")
     return out
+
+
+def without_identity(checkpoint: Path) -> None:
+    """Leave out of a checkpoint which data it was written with."""
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    del metadata.state_dict_metadata["dataloader.identity"]
+    kept = {index: item for index, item in metadata.storage_data.items() if index.fqn != "dataloader.identity"}
+    metadata.storage_data = kept
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +45,28 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.processes
 def test_resume_after_an_asynchronous_save_is_bit_equal(whole: Path) -> None:
     assert values(steps(whole / "resumed"), "bits_per_byte") == values(steps(whole), "bits_per_byte")[2:]
+
+
+@pytest.mark.processes
+def test_other_data_is_refused_unless_it_is_meant(whole: Path, tmp_path: Path) -> None:
+    refused, meant, phase, old = (tmp_path / name for name in ("refused", "meant", "phase", "old"))
+    for folder in (refused, meant, old):
+        resumed(whole, 2, folder)
+    short = "--training.seq_len=32"
+    with pytest.raises(AssertionError, match=r"written with, seq_len = 64, but this job has seq_len = 32\. Remedy: "):
+        run(1, options(refused, 1, 4, *SAVES, short))
+    # a checkpoint from before loaders named their data
+    without_identity(old / "checkpoint/step-2")
+    log = run(1, options(meant, 1, 4, *SAVES, short, "--checkpoint.exclude_from_loading=dataloader"),
+              options(phase, 1, 2, *SAVES, short, f"--checkpoint.initial_load_path={whole / 'checkpoint/step-2'}"),
+              options(old, 1, 6, *SAVES))
+    assert log.count("the data starts from its beginning") == 2
+    assert "does not say which data" in log
+    # step and optimizer go on in the one, the weights alone in the other
+    assert [record["step"] for record in steps(meant)] == [3, 4]
+    assert [record["step"] for record in steps(phase)] == [1, 2]
+    assert steps(meant)[0][LOSS] == steps(phase)[0][LOSS]
+    assert values(steps(old)) == values(steps(whole))[2:]
 
 
 @pytest.mark.processes

@@ -98,6 +98,21 @@ def test_states_do_not_go_on_at_another_place_of_the_text(tokens: int, seq_len: 
         loader(tokens, seq_len, 4).load_state_dict(saved)
 
 
+def test_states_of_another_text_are_refused() -> None:
+    saved = loader(200, 5, 4).state_dict()
+    # as many windows, in the same streams
+    other = loader(199, 5, 4)
+    with pytest.raises(ValueError, match=r"tokens = 200.*this job has tokens = 199.*Remedy"):
+        other.load_state_dict(saved)
+    assert other.consumed == 0
+
+
+def test_states_that_do_not_name_their_text_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    saved = {name: value for name, value in loader(200, 5, 4).state_dict().items() if name != "identity"}
+    loader(200, 5, 4).load_state_dict(saved | {"stream_windows": 8})
+    assert "does not say which data" in caplog.text
+
+
 def test_a_batch_is_the_sequence_that_it_continues() -> None:
     overrides = ("--harmonic.stateful", "--training.seq_len=32", "--training.local_batch_size=2")
     batches = iter(build_dataloader(1, 0, ByteTokenizer(), job("harmonic", *overrides)))

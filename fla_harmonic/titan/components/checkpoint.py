@@ -12,6 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.tools import utils
 
+from fla_harmonic.titan.components.window_loader import IDENTITY
+
 RANDOM_STATE = "random_state"
 
 
@@ -31,6 +33,19 @@ class RandomState(Stateful):
         torch.set_rng_state(state_dict["cpu"])
         if (state := state_dict.get(utils.device_type)) is not None and utils.device_type != "cpu":
             utils.device_module.set_rng_state(state)
+
+
+class WithoutIdentity(Stateful):
+    """A data loader as checkpoints know it that were written before they named their data."""
+
+    def __init__(self, dataloader: Stateful) -> None:
+        self.dataloader = dataloader
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in self.dataloader.state_dict().items() if name != IDENTITY}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.dataloader.load_state_dict(state_dict)
 
 
 def checkpoint_steps(folder: str | os.PathLike) -> dict[int, Path]:

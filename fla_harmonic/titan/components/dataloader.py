@@ -83,7 +83,7 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: TextTokenizer,
         f"token budget: {training.steps:,} steps x {rows:,} windows x {training.seq_len:,} tokens = {tokens:,} tokens; "
         f"{training.steps * rows / len(windows):.2f} epochs of {len(windows):,} windows"
     )
-    make: Callable[..., WindowLoader] = WindowLoader
+    make: Callable[..., WindowLoader] = partial(WindowLoader, global_batch_size=rows)
     if harmonic_section(job_config).stateful:
         layout = get_train_spec(job_config.model.name).model_args[job_config.model.flavor].state_layout()
         make = partial(StreamLoader, streams=rows, layout=layout)

@@ -6,8 +6,9 @@ The loader owns the states. They travel to the model in the batch, and to the ch
 per stream of text: a run resumes on other ranks, or with other accumulation, as long as the streams are the same.
 """
 
+import json
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from fla_harmonic.text.windows import Batch, TokenWindows
 from fla_harmonic.titan.components.states import LayerLayout, LayerState, States, zero_states
-from fla_harmonic.titan.components.window_loader import WindowLoader
+from fla_harmonic.titan.components.window_loader import IDENTITY, WindowLoader
 
 
 class RowStates:
@@ -71,14 +72,14 @@ class StreamLoader(WindowLoader):
         layout (Sequence[LayerLayout]):
             What the model's layers remember.
         **kwargs:
-            As for `WindowLoader`; the seed is not used.
+            As for `WindowLoader`, but for `global_batch_size`; the seed is not used.
 
     Raises:
         ValueError: there are fewer windows than streams.
     """
 
     def __init__(self, windows: TokenWindows, *, streams: int, layout: Sequence[LayerLayout], **kwargs: Any) -> None:
-        super().__init__(windows, **kwargs)
+        super().__init__(windows, global_batch_size=streams, **kwargs)
         if streams > len(windows):
             raise ValueError(
                 f"expected at least one window of seq_len {windows.seq_len} for each of the {streams} rows of the global "
@@ -104,16 +105,20 @@ class StreamLoader(WindowLoader):
         steps, streams = np.divmod(np.arange(first, first + self.local_batch_size), self.streams)
         return streams * self.stream_windows + steps % self.stream_windows
 
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        return {name: value for name, value in super().identity.items() if name != "seed"}
+
     def state_dict(self) -> dict[str, Any]:
         """
-        `stream_windows`, the windows that all ranks together have read; how the text is cut into streams; and the states of
-        each stream that this rank reads, `states.STREAM.LAYER.level_N` and `.conv`.
+        `stream_windows`, the windows that all ranks together have read; how the text is cut into streams; the `identity` of
+        the data; and the states of each stream that this rank reads, `states.STREAM.LAYER.level_N` and `.conv`.
         """
         states = {str(stream): _named(states) for stream, states in self.states.items()}
         # no key of `WindowLoader`: neither's position means anything to the other
         return {
             "stream_windows": self.consumed, "streams": self.streams, "seq_len": self.windows.seq_len,
-            "windows_of_stream": self.stream_windows, "states": states,
+            "windows_of_stream": self.stream_windows, "states": states, IDENTITY: json.dumps(self.identity),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -128,6 +133,7 @@ class StreamLoader(WindowLoader):
                 "global_batch_size, seq_len and dataset that it was written with, or leave the loader out with [checkpoint] "
                 "exclude_from_loading"
             )
+        self._check_identity(state_dict)
         for stream in self.states:
             named = state_dict["states"][str(stream)]
             self.states[stream] = [_unnamed(named[str(index)]) for index in range(len(named))]

@@ -12,10 +12,18 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torchtitan.components.checkpoint import OPTIMIZER, CheckpointManager
+from torchtitan.components.checkpoint import DATALOADER, OPTIMIZER, CheckpointManager
 from torchtitan.tools.logging import logger
 
-from fla_harmonic.titan.components.checkpoint import RANDOM_STATE, RandomState, checkpoint_steps, is_whole, read_metadata
+from fla_harmonic.titan.components.checkpoint import (
+    RANDOM_STATE,
+    RandomState,
+    WithoutIdentity,
+    checkpoint_steps,
+    is_whole,
+    read_metadata,
+)
+from fla_harmonic.titan.components.window_loader import IDENTITY
 
 # the checkpoint that each manager is saving
 _SAVING: WeakKeyDictionary[CheckpointManager, str] = WeakKeyDictionary()
@@ -32,6 +40,8 @@ def install_checkpoint_hooks() -> None:
     - A save into a folder that holds a checkpoint takes that one's metadata away first, so that never half of each is loaded.
     - `keep_latest_k` counts whole checkpoints and the one that is being saved.
     - The random state is stored too.
+    - A load without the data position (`exclude_from_loading`, or weights alone) says that the data starts from its beginning;
+      one from before checkpoints named their data loads as it did.
     - A checkpoint of the model alone, from which no run can continue, says so.
     """
     for name, replace in (
@@ -101,6 +111,10 @@ def _dcp_load(stock: Callable) -> Callable:
             if RANDOM_STATE in state_dict.keys() - stored:
                 logger.info(f"{checkpoint_id} has no random state: it is left as it is")
                 state_dict = {name: value for name, value in state_dict.items() if name != RANDOM_STATE}
+            if DATALOADER in state_dict and f"{DATALOADER}.{IDENTITY}" not in metadata.state_dict_metadata:
+                state_dict = state_dict | {DATALOADER: WithoutIdentity(state_dict[DATALOADER])}
+        if DATALOADER not in state_dict:
+            logger.info(f"no data position is loaded from {checkpoint_id}: the data starts from its beginning")
         stock(self, state_dict, checkpoint_id=checkpoint_id, from_hf=from_hf, from_quantized=from_quantized)
     return dcp_load
 
