@@ -8,7 +8,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from fla.models.cache_utils import Cache
@@ -29,6 +29,13 @@ _IRRELEVANT = {
     "initializer_range", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy",
 }
 _COUNTERS = ("scored", "tokens", "targets")
+
+
+class ModelIdentity(NamedTuple):
+    """Which model a state belongs to: the fields of its config that change states, as JSON gives them, and its weights."""
+
+    config: dict[str, Any]
+    weights: str
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,8 @@ class StreamState:
             Whether tokens come as `[B, n]`, not `[n]`; `None` before the first.
         metadata (dict[str, str]):
             Whatever the caller wants to keep with it.
+        model (ModelIdentity | None):
+            The model that read the tokens; `None` if there are none.
     """
 
     cache: Cache | None = None
@@ -63,6 +72,7 @@ class StreamState:
     nll: float = 0.0
     is_batch: bool | None = None
     metadata: dict[str, str] = field(default_factory=dict)
+    model: ModelIdentity | None = None
 
 
 def fingerprint(model: HarmonicForCausalLM) -> str:
@@ -73,6 +83,11 @@ def fingerprint(model: HarmonicForCausalLM) -> str:
         # bytes whatever the type: numpy knows no bfloat16
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def identity(model: HarmonicForCausalLM) -> ModelIdentity:
+    """Which model this is. Reads all weights."""
+    return ModelIdentity(_architecture(model.config), fingerprint(model))
 
 
 def save_state(path: str | os.PathLike, state: StreamState, model: HarmonicForCausalLM) -> None:
@@ -86,14 +101,15 @@ def save_state(path: str | os.PathLike, state: StreamState, model: HarmonicForCa
         state (StreamState):
             The state.
         model (HarmonicForCausalLM):
-            The model that it belongs to.
+            The model that it belongs to, where the state does not say so.
     """
     tensors = {"pending": state.pending.clone(), **_tensors(state.cache)}
+    config, weights = state.model or identity(model)
     metadata = {
         "format": FORMAT,
         "version": VERSION,
-        "config": json.dumps(_architecture(model.config)),
-        "weights": fingerprint(model),
+        "config": json.dumps(config),
+        "weights": weights,
         "shape": json.dumps(list(state.pending.shape)),
         # exact, unlike a decimal number
         "nll": state.nll.hex(),
@@ -140,7 +156,8 @@ def load_state(path: str | os.PathLike, model: HarmonicForCausalLM) -> StreamSta
             f"{path}: expected a state of format {FORMAT!r}, version {VERSION}; got format {found[0]!r}, version {found[1]}. "
             "Pass a file that `HarmonicStream.save` of this version wrote.")
     try:
-        _check_model(path, json.loads(metadata["config"]), metadata["weights"], model)
+        owner = ModelIdentity(json.loads(metadata["config"]), metadata["weights"])
+        check_model(f"{path}: ", owner, model)
         rows, length = json.loads(metadata["shape"])
         return StreamState(
             cache=_cache(path, tensors, rows, int(metadata["tokens"]) - length, model),
@@ -148,6 +165,7 @@ def load_state(path: str | os.PathLike, model: HarmonicForCausalLM) -> StreamSta
             nll=float.fromhex(metadata["nll"]),
             is_batch=json.loads(metadata["is_batch"]),
             metadata=json.loads(metadata["metadata"]),
+            model=owner,
             **{name: int(metadata[name]) for name in _COUNTERS},
         )
     except KeyError as error:
@@ -156,20 +174,27 @@ def load_state(path: str | os.PathLike, model: HarmonicForCausalLM) -> StreamSta
 
 def _architecture(config: HarmonicConfig) -> dict[str, Any]:
     names = [name for name in inspect.signature(HarmonicConfig.__init__).parameters if name not in _IRRELEVANT]
-    return {name: getattr(config, name) for name in names}
-
-
-def _check_model(path: str | os.PathLike, config: dict[str, Any], weights: str, model: HarmonicForCausalLM) -> None:
-    remedy = "Load the model that wrote the state, or stream the text again."
     # as JSON gives it back: tuples become lists
-    own = json.loads(json.dumps(_architecture(model.config)))
+    return json.loads(json.dumps({name: getattr(config, name) for name in names}))
+
+
+def check_model(where: str, owner: ModelIdentity, model: HarmonicForCausalLM) -> None:
+    """
+    Compare the model that a state belongs to with the one that is to continue it. Reads all weights.
+
+    Raises:
+        ValueError: it has another architecture or other weights; begins with `where`.
+    """
+    remedy = "Load the model that wrote the state, or stream the text again."
+    config, weights = owner
+    own = _architecture(model.config)
     differing = [name for name in {**own, **config} if own.get(name) != config.get(name)]
     if differing:
         expected, got = (", ".join(f"{name}={fields.get(name)!r}" for name in differing) for fields in (own, config))
-        raise ValueError(f"{path}: expected the state of a model with {expected}; got one of a model with {got}. {remedy}")
+        raise ValueError(f"{where}expected the state of a model with {expected}; got one of a model with {got}. {remedy}")
     if weights != (expected := fingerprint(model)):
         raise ValueError(
-            f"{path}: expected the state of a model with weights {expected[:12]}; got one of the same architecture with "
+            f"{where}expected the state of a model with weights {expected[:12]}; got one of the same architecture with "
             f"weights {weights[:12]} (SHA-256). {remedy}")
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from fla.models.cache_utils import Cache
 
 from fla_harmonic.layers.harmonic import HarmonicAttention
-from fla_harmonic.models.stream_state import StreamState, load_state, save_state
+from fla_harmonic.models.stream_state import StreamState, check_model, identity, load_state, save_state
 
 if TYPE_CHECKING:
     import os
@@ -32,10 +32,8 @@ class HarmonicStream(Iterator[torch.Tensor]):
     that a loss depends on the text and on `chunk_size` alone: a text in one stream, or in pieces that saved states link, has
     the same losses bit for bit (on the CPU).
 
-    Attributes:
-        state (StreamState):
-            What has been read, up to the last token taken from the iterable. Never changed in place: it can be kept, and
-            passed to `HarmonicForCausalLM.stream`, to continue from here.
+    A state names the model that it belongs to, whose weights are read for it when a stream begins with a state, or gives out
+    its first one.
     """
 
     def __init__(
@@ -56,7 +54,13 @@ class HarmonicStream(Iterator[torch.Tensor]):
         self.chunk_size = chunk_size
         if state is None:
             state = StreamState()
-        self.state = state if isinstance(state, StreamState) else load_state(state, model)
+        self._state = state if isinstance(state, StreamState) else load_state(state, model)
+        if state is self._state and state.tokens:
+            if state.model is None:
+                raise ValueError(
+                    "expected a state that names its model; got one that does not. Pass the `state` of another stream, or a "
+                    "file that its `save` wrote.")
+            check_model("", state.model, model)
         # iterating over a tensor would take its rows for pieces of one text
         self._tokens = iter([tokens] if hasattr(tokens, "ndim") else tokens)
 
@@ -67,12 +71,22 @@ class HarmonicStream(Iterator[torch.Tensor]):
             if losses is None:
                 raise StopIteration
             if losses.shape[1]:
-                return losses if self.state.is_batch else losses[0]
+                return losses if self._state.is_batch else losses[0]
+
+    @property
+    def state(self) -> StreamState:
+        """
+        What has been read, up to the last token taken from the iterable. Never changed in place: it can be kept, and passed
+        to `HarmonicForCausalLM.stream`, to continue from here.
+        """
+        if self._state.model is None and self._state.tokens:
+            self._state = replace(self._state, model=identity(self.model))
+        return self._state
 
     @property
     def bits_per_token(self) -> float:
         """Mean loss in bits of the targets so far; NaN before the first."""
-        return self.state.nll / math.log(2) / self.state.targets if self.state.targets else math.nan
+        return self._state.nll / math.log(2) / self._state.targets if self._state.targets else math.nan
 
     def save(self, path: str | os.PathLike, metadata: dict[str, str] | None = None) -> None:
         """
@@ -86,7 +100,7 @@ class HarmonicStream(Iterator[torch.Tensor]):
                 What to keep with the state. Default: what the state was loaded with.
         """
         if metadata is not None:
-            self.state = replace(self.state, metadata=metadata)
+            self._state = replace(self._state, metadata=metadata)
         save_state(path, self.state, self.model)
 
     def prompt(self) -> dict[str, Any]:
@@ -94,18 +108,18 @@ class HarmonicStream(Iterator[torch.Tensor]):
         Arguments with which `generate` continues the text: `model.generate(**stream.prompt(), max_new_tokens=100)`. What
         it returns begins with the few last tokens of the text, `input_ids`.
         """
-        ids = self.state.pending.to(self.model.device)
-        if self.state.cache is None:
+        ids = self._state.pending.to(self.model.device)
+        if self._state.cache is None:
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         # `generate` takes the ids for what follows the cache if the mask is longer than they are
         mask = ids.new_ones(ids.shape[0], ids.shape[1] + 1)
-        return {"input_ids": ids, "attention_mask": mask, "past_key_values": copy.deepcopy(self.state.cache)}
+        return {"input_ids": ids, "attention_mask": mask, "past_key_values": copy.deepcopy(self._state.cache)}
 
     def _take(self) -> None:
         """Takes tokens until a chunk and its last target are there, or the iterable ends."""
         integers: list[int] = []
         try:
-            while self.state.pending.shape[1] + len(integers) <= self.chunk_size:
+            while self._state.pending.shape[1] + len(integers) <= self.chunk_size:
                 item = next(self._tokens, _END)
                 if item is _END:
                     return
@@ -121,7 +135,7 @@ class HarmonicStream(Iterator[torch.Tensor]):
 
     def _append(self, item: Any) -> None:
         try:
-            ids, state = torch.as_tensor(item), self.state
+            ids, state = torch.as_tensor(item), self._state
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"`tokens` must give integers, or integer ids of shape [n] or [B, n]; got {type(item).__name__}. Tokenize the "
@@ -142,12 +156,12 @@ class HarmonicStream(Iterator[torch.Tensor]):
                 f"`tokens` must give ids of the shape of the first, {expected}; got {tuple(torch.as_tensor(item).shape)}. A "
                 "stream has the same rows from its start to its end.")
         pending = torch.cat([state.pending, ids], 1) if state.tokens else ids
-        self.state = replace(state, pending=pending, tokens=state.tokens + ids.shape[1], is_batch=is_batch)
+        self._state = replace(state, pending=pending, tokens=state.tokens + ids.shape[1], is_batch=is_batch)
 
     @torch.no_grad()
     def _advance(self) -> torch.Tensor | None:
         """The losses `[B, n]` of the targets in the next chunk, or in what the text has left; `None` if there are none."""
-        state, size = self.state, self.chunk_size
+        state, size = self._state, self.chunk_size
         length = state.pending.shape[1]
         is_whole = length > size
         if not is_whole and length - 1 <= state.scored:
@@ -164,6 +178,6 @@ class HarmonicStream(Iterator[torch.Tensor]):
             state, scored=stop, targets=state.targets + losses.numel(), nll=state.nll + losses.double().sum().item())
         if is_whole:
             state = replace(
-                state, cache=cache, pending=state.pending[:, size:], scored=max(0, self.state.scored - size))
-        self.state = state
+                state, cache=cache, pending=state.pending[:, size:], scored=max(0, self._state.scored - size))
+        self._state = state
         return losses

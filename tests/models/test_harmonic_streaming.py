@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import random
@@ -271,10 +272,52 @@ def test_state_of_other_weights_is_refused(tmp_path: Path) -> None:
         model("stack").bfloat16().stream([], state=path)
 
 
+def test_a_state_in_memory_of_another_model_is_refused() -> None:
+    lm, x = model("stack"), tokens(60)
+    first = lm.stream(x[:40], 16)
+    losses, state = joined(first), first.state
+    # of equal shapes: first the weights, then the architecture
+    other = model("stack")
+    with torch.no_grad():
+        other.lm_head.weight[0, 0] += 1e-3
+    with pytest.raises(ValueError, match=r"expected the state of a model with weights .*; got one .*Load the model"):
+        other.stream(x[40:], 16, state=state)
+    for option in ({"use_prediction_error": False}, {"norm_eps": 1e-3}, {"num_hidden_layers": 3}):
+        with pytest.raises(ValueError, match=f"expected the state of a model with {next(iter(option))}=.*; got one of .*Load"):
+            model("stack", **option).stream(x[40:], 16, state=state)
+    with pytest.raises(ValueError, match="names its model"):
+        lm.stream(x[40:], 16, state=dataclasses.replace(state, model=None))
+    # a twin is the same model
+    second = model("stack").stream(x[40:], 16, state=state)
+    assert torch.equal(torch.cat([losses, joined(second)]), joined(lm.stream(x, 16)))
+
+
+def test_weights_are_read_once_for_a_state_and_never_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reads: list[Any] = []
+    fingerprint = stream_state.fingerprint
+    monkeypatch.setattr(stream_state, "fingerprint", lambda lm: reads.append(lm) or fingerprint(lm))
+    lm, x = model("stack"), tokens(90)
+    stream = lm.stream(x, 8)
+    for _ in stream:
+        pass
+    assert not reads
+    for _ in range(3):
+        state = stream.state
+        stream.save(tmp_path / "state.safetensors")
+    assert len(reads) == 1
+    for start in (state, tmp_path / "state.safetensors"):
+        reads.clear()
+        second = lm.stream(x, 8, state=start)
+        assert sum(len(losses) for losses in second) == second.state.targets - state.targets == 90
+        assert len(reads) == 1
+
+
 def test_what_changes_no_state_is_no_other_model(tmp_path: Path) -> None:
     path = saved(tmp_path, model("stack"))
     other = model("stack", max_position_embeddings=7, eos_token_id=5, attn_mode="fused_recurrent", fuse_norm=False)
-    assert other.stream([], state=path).state.tokens == 40
+    state = other.stream([], state=path).state
+    assert state.tokens == 40
+    assert model("stack").stream([], state=state).state.tokens == 40
 
 
 def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
