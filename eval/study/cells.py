@@ -39,13 +39,15 @@ class Text:
     dataset: str
     path: str
     digest: str
-    """SHA-256 of the documents: the same path may hold another text."""
+    """SHA-256 of the documents as read, each after its length, and of the tokenizer.json of "hf"."""
     tokenizer: str
     assets: str
     """Folder of the tokenizer.json of "hf"."""
     test: int
     validation: int
     """Target tokens of each split: the first ones that have a longest window of tokens before them."""
+    file_digest: str = ""
+    """SHA-256 of the file at the path, as `sha256sum` prints it; empty where there is none."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class Cell:
         """Of its folder, different for different cells. Where the text lies does not matter."""
         record = self.record
         record["text"] |= {"path": "", "assets": ""}
+        # `digest` says what is read
+        del record["text"]["file_digest"]
         # a flavor of the same name may be another model tomorrow
         record["flavor"] = flavor_digest(self.model.family, self.model.flavor)
         return folder_name(f"{self.model.label}-{self.seq_len}-seed{self.seed}-lr{self.lr:g}", record)

@@ -127,6 +127,14 @@ def plot_curves(results: Sequence[dict[str, Any]], folders: Sequence[Path], file
     save(figure, file)
 
 
+def digests(text: dict[str, Any]) -> str:
+    """What of a text was hashed, and the digests."""
+    # results from before a file's own digest was kept have none
+    own = f"of the file {text['file_digest'][:12]}, " if text.get("file_digest") else ""
+    tokenizer = " and tokenizer.json" if text["tokenizer"] == "hf" else ""
+    return f"SHA-256 {own}of the documents as read{tokenizer} {text['digest'][:12]}"
+
+
 def report(study: dict[str, Any], out: Path, figure: str) -> None:
     """Writes what `protocol.run` gave: results.jsonl, results.csv, best_lrs.json and a figure; prints the tables."""
     stages = {stage: results for stage, results in study["results"].items() if results}
@@ -138,7 +146,7 @@ def report(study: dict[str, Any], out: Path, figure: str) -> None:
         text, machine = results[0]["cell"]["text"], results[0]["machine"]
         names = {"bytes": "bytes, bits per byte", "hf": "those of a tokenizer.json"}
         write(out / "facts.json", json.dumps({
-            "text": f"{Path(text['path']).name or text['dataset']} (SHA-256 {text['digest'][:12]}), first 90% train",
+            "text": f"{Path(text['path']).name or text['dataset']} ({digests(text)}), first 90% train",
             "tokenizer": names[text["tokenizer"]],
             "machine": f"{machine['device']}, {machine['processes']} cells at once on {machine['threads']} threads each"}))
         everything = pd.concat([rows.assign(stage=stage) for stage, rows in frames.items()])

@@ -86,7 +86,7 @@ def text_of(
     dataset: str, path: str, tokenizer: str, assets: str, test: int, validation: int, data: Data | None = None,
 ) -> Text:
     """
-    A text with its digest, in which the tokenizer has a part; `data` is the job's `[data]` section.
+    A text with its digests, in the first of which the tokenizer has a part; `data` is the job's `[data]` section.
 
     Raises:
         ValueError, FileNotFoundError: as `load_documents`.
@@ -101,7 +101,8 @@ def text_of(
         if not file.is_file():
             raise FileNotFoundError(f"expected the tokenizer of the study at {file}; found none. Pass `--assets FOLDER`.")
         digest.update(file.read_bytes())
-    return Text(dataset, path, digest.hexdigest(), tokenizer, assets, test, validation)
+    own = file_digest(Path(path)) if path and Path(path).is_file() else ""
+    return Text(dataset, path, digest.hexdigest(), tokenizer, assets, test, validation, own)
 
 
 def best_lrs(results: Iterable[Record], rank: Callable[[Record], Any]) -> dict[str, float]:

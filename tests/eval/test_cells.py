@@ -26,6 +26,7 @@ def test_cells_that_differ_have_different_folders() -> None:
     assert len({cell.name for cell in (CELL, *OTHERS)}) == 1 + len(OTHERS)
     # the same text elsewhere, as on another machine
     assert replace(CELL, text=replace(TEXT, path="/b.txt")).name == CELL.name
+    assert replace(CELL, text=replace(TEXT, file_digest="1" * 64)).name == CELL.name
 
 
 def test_cell_sees_its_tokens_whatever_its_length(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,7 +108,12 @@ def test_score_beyond_the_trained_length_is_labelled() -> None:
 def test_text_is_known_by_what_it_holds(tmp_path: Path) -> None:
     for name, words in (("a", "one text"), ("b", "one text"), ("c", "another")):
         (tmp_path / name).write_text(words * 100)
-    texts = {name: text_of("text", str(tmp_path / name), "bytes", ".", 8, 8).digest for name in "abc"}
+    read = {name: text_of("text", str(tmp_path / name), "bytes", ".", 8, 8) for name in "abc"}
+    texts = {name: text.digest for name, text in read.items()}
     assert texts["a"] == texts["b"] != texts["c"]
+    content = (tmp_path / "a").read_bytes()
+    assert texts["a"] == hashlib.sha256(len(content).to_bytes(8, "little") + content).hexdigest()
+    assert read["a"].file_digest == hashlib.sha256(content).hexdigest()
+    assert text_of("novels", "", "bytes", ".", 8, 8).file_digest == ""
     with pytest.raises(FileNotFoundError):
         text_of("text", str(tmp_path / "d"), "bytes", ".", 8, 8)

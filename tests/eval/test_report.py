@@ -12,7 +12,7 @@ from eval.study.protocol import Protocol
 from eval.study.published import ENWIK8, comparison
 from eval.study.sections import SECTIONS
 
-TEXT = Text("text", "/somewhere/wiki.xml", "0" * 64, "bytes", ".", 64, 32)
+TEXT = Text("text", "/somewhere/wiki.xml", "0" * 64, "bytes", ".", 64, 32, "1" * 64)
 MODELS = tuple(Model(f"{family}/debug", family, "debug") for family in ("harmonic", "mamba", "llama"))
 PROTOCOL = Protocol(MODELS, (1024, 2048), (0, 1), 1e-3, (1e-3, 2e-3), 1024, 4096, 2048, 0, TEXT,
                     "titan_configs/harmonic_debug.toml")
@@ -54,7 +54,7 @@ def test_page_has_the_numbers_of_the_files_and_says_what_was_not_run(outputs: Pa
     assert "| 1,024 | harmonic/debug - mamba/debug | +0.500 |" in page
     # the gap to each rival, positive where Harmonic is lower
     assert "| 4.125 | 1.625 | 2.125 | +48.5% | -30.8% |" in page
-    assert "wiki.xml (SHA-256 000000000000)" in page
+    assert "wiki.xml (SHA-256 of the file 111111111111, of the documents as read 000000000000)" in page
     assert "/somewhere" not in page
     assert "    python " in page
     for figure in re.findall(r"!\[.*\]\((.*)\)", page):
