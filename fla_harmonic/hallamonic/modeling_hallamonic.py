@@ -274,8 +274,7 @@ def _padding(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
 def _documents(
     options: dict[str, Any], batch: int, tokens: int, attention_mask: torch.Tensor | None, past: DynamicCache | None,
 ) -> torch.Tensor | None:
-    past_tokens = 0 if past is None else past.get_seq_length()
-    return document_borders(options, batch, tokens, _padding(attention_mask), past_tokens)
+    return document_borders(options, batch, tokens, _padding(attention_mask), past)
 
 
 def positions_in_documents(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:

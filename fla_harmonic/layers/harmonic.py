@@ -315,34 +315,15 @@ class HarmonicAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None, Cache | None]:
         """
-        Args:
-            hidden_states (torch.Tensor):
-                Inputs of shape `[B, T, hidden_size]`.
-            attention_mask (torch.Tensor, Optional):
-                0/1 mask of shape `[B, S]`, S >= T, whose last T columns belong to the inputs: states pass masked tokens
-                unchanged and their outputs are zero. `cu_seqlens` wins over it. Default: `None`.
-            past_key_values (Cache, Optional):
-                fla's cache; its states are read and replaced. It holds one sequence for each row, or for each document with
-                `cu_seqlens`: a warm cache is continued by both. Default: `None`.
-            use_cache, output_attentions:
-                Accepted as in every fla layer; a given cache is always updated, and there are no attentions.
-            cu_seqlens (torch.Tensor, Optional):
-                In `kwargs`: borders of packed documents, `[N + 1]`, B = 1.
-            cp_context (CPContext, Optional):
-                In `kwargs`: the inputs are one rank's piece of a longer sequence (see `build_cp_context`); excludes a mask
-                and a cache.
+        fla's interface: from inputs to outputs `[B, T, hidden_size]`.
 
-        Returns:
-            o (torch.Tensor):
-                Outputs of shape `[B, T, hidden_size]`.
-            None:
-                No attentions.
-            past_key_values (Cache | None):
-                The cache.
+        States pass the tokens that the 0/1 mask `[B, S]`, S >= T, leaves out, and the outputs there are zero; the borders of
+        packed documents, `cu_seqlens` in `kwargs`, `[N + 1]` with B = 1, win over it. A given cache is always read and
+        updated; it holds one sequence for each row or document. With `cp_context` in `kwargs` the inputs are one rank's piece
+        of a longer sequence (see `build_cp_context`).
 
         Raises:
-            ValueError: for a wrong shape of inputs, mask or borders, a cache of another number of sequences, or one without
-                `layer_idx`, or what excludes `cp_context`.
+            ValueError: for a wrong shape of inputs, mask, borders or cache, or what excludes `cp_context`.
         """
         if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
             raise ValueError(
@@ -418,8 +399,7 @@ class HarmonicAttention(nn.Module):
 
     def state_size(self, **kwargs: Any) -> int:
         """Numbers that the layer remembers of a sequence, whatever its length."""
-        conv = self.conv1d.hidden_size * self.conv_size if self.use_short_conv else 0
-        return len(self.levels) * self.level_size + conv
+        return len(self.levels) * self.level_size + self.use_short_conv * self.hidden_size * self.conv_size
 
     def extra_repr(self) -> str:
         return f"mode={self.mode}, timescales={self.timescales}, timescale_mode={self.timescale_mode}"

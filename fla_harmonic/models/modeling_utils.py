@@ -50,10 +50,6 @@ def get_attention(config: PreTrainedConfig, layer_idx: int) -> Attention | None:
     )
 
 
-def _cached_tokens(past_key_values: Cache | None) -> int:
-    return 0 if past_key_values is None else past_key_values.get_seq_length()
-
-
 def _fla_cache(past_key_values: Any) -> Cache | None:
     # an empty list or tuple is transformers' old way to say that there is none
     if past_key_values is None or (isinstance(past_key_values, (list, tuple)) and not past_key_values):
@@ -83,15 +79,8 @@ class FLAModel(modeling_utils.FLAModel):
         **kwargs: Any,
     ) -> tuple | BaseModelOutputWithPast:
         """
-        fla's arguments, and transformers' name `cache` for `past_key_values`.
-
-        Args:
-            attention_mask (torch.Tensor, Optional):
-                0/1 mask of shape `[B, S]`, S >= T, whose last T columns belong to the inputs: states pass masked tokens
-                unchanged, whatever is in them. Default: `None`.
-            cu_seqlens, position_ids, seq_idx, cu_seq_lens_q, cu_seq_lens_k (torch.Tensor, Optional):
-                In `kwargs`: documents of a packed row, see `document_borders`. They win over a mask. Positions that rise by
-                1 over each row's unmasked tokens say nothing, and change nothing.
+        fla's arguments, transformers' name `cache` for `past_key_values`, and in `kwargs` the documents of a packed row by any
+        name that `document_borders` knows, which win over a mask.
 
         Raises:
             ValueError: for impossible masks, borders or token ids, or a cache that is not fla's.
@@ -110,7 +99,7 @@ class FLAModel(modeling_utils.FLAModel):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         if inputs is not None:
             B, T = inputs.shape[:2]
-            cu_seqlens = document_borders(kwargs, B, T, attention_mask, _cached_tokens(past_key_values))
+            cu_seqlens = document_borders(kwargs, B, T, attention_mask, past_key_values)
             if cu_seqlens is not None:
                 kwargs["cu_seqlens"] = cu_seqlens
                 # attention layers keep no cache of packed documents, and nobody asked for one
@@ -125,12 +114,7 @@ class FLAModel(modeling_utils.FLAModel):
         return super().forward(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache, **kwargs)
 
     def check_token_ids(self, input_ids: torch.Tensor) -> None:
-        """
-        Looks at token ids that are on the CPU.
-
-        Raises:
-            ValueError: one is outside the vocabulary.
-        """
+        """Raises a ValueError for token ids on the CPU that are outside the vocabulary."""
         # on an accelerator the embedding kernel checks, and a look at the values would wait for the device
         if input_ids.device.type != "cpu" or torch.compiler.is_compiling() or input_ids.numel() == 0:
             return
@@ -158,26 +142,17 @@ class FLAForCausalLM(modeling_utils.FLAForCausalLM):
         **kwargs: Any,
     ) -> tuple | CausalLMOutputWithPast:
         """
-        The arguments of `HarmonicModel`, and those of the loss.
-
-        Args:
-            labels (torch.Tensor, Optional):
-                Token ids of shape `[B, T]`, the inputs themselves; each is the target of the token before it. The first
-                token of a packed document is nobody's target, and pads are neither target nor scored, whatever their
-                labels: the loss is that of the sequences one by one. -100 leaves out more. Default: no loss.
-            num_items_in_batch (int | torch.Tensor, Optional):
-                Divisor of the summed loss. Default: the number of targets.
+        The arguments of `HarmonicModel`, and fla's of the loss. `labels` are the inputs themselves, `[B, T]`, with -100 for
+        what is not scored: each is the target of the token before it in its document, pads left out, so that the loss is that
+        of the sequences one by one.
         """
         inputs = input_ids if inputs_embeds is None else inputs_embeds
-        if inputs is not None:
-            past = kwargs.get("cache") if past_key_values is None else past_key_values
+        if labels is not None and inputs is not None:
+            past = _fla_cache(kwargs.get("cache") if past_key_values is None else past_key_values)
             B, T = inputs.shape[:2]
-            cu_seqlens = document_borders(kwargs, B, T, attention_mask, _cached_tokens(_fla_cache(past)))
-            if cu_seqlens is not None:
-                kwargs["cu_seqlens"] = cu_seqlens
-            if labels is not None:
-                ignore_index = getattr(self.criterion, "ignore_index", -100)
-                labels = labels_within_documents(labels, B, T, attention_mask, cu_seqlens, ignore_index)
+            cu_seqlens = document_borders(dict(kwargs), B, T, attention_mask, past)
+            ignore_index = getattr(self.criterion, "ignore_index", -100)
+            labels = labels_within_documents(labels, B, T, attention_mask, cu_seqlens, ignore_index)
         return super().forward(
             input_ids, attention_mask, inputs_embeds, past_key_values, labels, use_cache, logits_to_keep=logits_to_keep,
             **kwargs)
@@ -202,8 +177,7 @@ class FLAForCausalLM(modeling_utils.FLAForCausalLM):
 
         Returns:
             HarmonicStream:
-                Iterator of negative log-likelihoods in nats, float32, `[n]` or `[B, n]`, one for each token but the first;
-                its `state` can be kept, and its `save` writes it to a file.
+                Iterator of negative log-likelihoods in nats, float32, `[n]` or `[B, n]`, one for each token but the first.
 
         Raises:
             ValueError: for a model with attention layers, whose memory grows, a bad `chunk_size`, or another model's state.

@@ -14,31 +14,18 @@ def document_borders(
     batch: int,
     tokens: int,
     attention_mask: torch.Tensor | None = None,
-    past_tokens: int = 0,
+    past: Any = None,
 ) -> torch.Tensor | None:
     """
-    Borders of the documents of a packed row, by any of the names under which they come; the others are taken out of
-    `options`, and must agree.
+    Borders `[N + 1]` of the documents of a packed row, or `None` if each row of the inputs `[batch, tokens]` is one sequence.
 
-    Args:
-        options (dict[str, Any]):
-            Keyword arguments of a model, of which these are read: fla's `cu_seqlens`, and what transformers'
-            `DataCollatorWithFlattening` makes: `position_ids` (a document begins where they do not rise), `seq_idx`,
-            `cu_seq_lens_q` and `cu_seq_lens_k`, `max_length_q` and `max_length_k`.
-        batch, tokens (int):
-            B and T of the inputs.
-        attention_mask (torch.Tensor, Optional):
-            Mask of the inputs. Positions of a padded row number its unmasked tokens. Default: `None`.
-        past_tokens (int):
-            Number of tokens in the cache. Default: 0.
-
-    Returns:
-        cu_seqlens (torch.Tensor | None):
-            Borders of shape `[N + 1]`, or `None` if each row is one sequence.
+    They come under any of these names, which are taken out of `options` and must agree: fla's `cu_seqlens`, and what
+    transformers' `DataCollatorWithFlattening` makes: `position_ids` (a document begins where they do not rise; those of a
+    padded row number its unmasked tokens), `seq_idx`, `cu_seq_lens_q` and `cu_seq_lens_k`, `max_length_q` and `max_length_k`.
 
     Raises:
         ValueError: for borders that are impossible or contradict one another, and for packed positions in more than one
-            row, beside pads or after a cache.
+            row, beside pads or after a cache, `past`.
     """
     given = {name: options.pop(name, None) for name in (
         "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "seq_idx", "max_length_q", "max_length_k")}
@@ -52,7 +39,7 @@ def document_borders(
                 "rows.")
         found["seq_idx"] = _borders(seq_idx[0].diff() != 0, tokens)
     if position_ids is not None:
-        starts = _restarts(position_ids, batch, tokens, attention_mask, past_tokens)
+        starts = _restarts(position_ids, batch, tokens, attention_mask, past.get_seq_length() if past else 0)
         if starts is not None:
             found["position_ids"] = _borders(starts, tokens)
     if not found:
@@ -82,8 +69,7 @@ def _checked(name: str, borders: torch.Tensor, batch: int, tokens: int) -> torch
 
 def _borders(starts: torch.Tensor, tokens: int) -> torch.Tensor:
     """`[N + 1]` from whether each token but the first begins a document, `[T - 1]`."""
-    return F.pad(starts.nonzero().flatten() + 1, (1, 1)).index_fill(
-        0, torch.tensor([-1], device=starts.device), tokens)
+    return F.pad(F.pad(starts.nonzero().flatten() + 1, (1, 0)), (0, 1), value=tokens)
 
 
 def _restarts(

@@ -96,6 +96,7 @@ class Attention(fused.Attention):
         B, T, _ = hidden_states.shape
         cu_seqlens = kwargs.get("cu_seqlens")
         lengths: list[int] | None = None
+        mask = None
         if cu_seqlens is not None:
             if B != 1:
                 raise ValueError(f"`cu_seqlens` needs a batch of 1; got {B}. Flatten the documents into one row first.")
@@ -104,15 +105,12 @@ class Attention(fused.Attention):
                     "attention layers keep no cache of packed documents; got `cu_seqlens` and `past_key_values`. Pass "
                     "`use_cache=False`, or the documents as rows of a padded batch.")
             lengths = check_cu_seqlens(cu_seqlens, T).diff().tolist()
-        if attention_mask is None or lengths is not None:
-            if past_key_values is None and self._flash_serves(hidden_states):
-                borders = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens.int()}
-                return super().forward(hidden_states, **borders)
-            mask = None
-        else:
+        elif attention_mask is not None:
             mask = padding_mask(attention_mask, B, T)
             # zero, so that whatever is in a pad, NaN too, meets nothing but zeros in the backward pass
             hidden_states = hidden_states.masked_fill(~mask.unsqueeze(-1), 0)
+        if mask is None and past_key_values is None and self._flash_serves(hidden_states):
+            return super().forward(hidden_states, cu_seqlens=None if cu_seqlens is None else cu_seqlens.int())
 
         q = self.q_proj(hidden_states).unflatten(2, (self.num_heads, self.head_dim))
         k = self.k_proj(hidden_states).unflatten(2, (self.num_kv_heads, self.head_dim))
@@ -133,16 +131,13 @@ class Attention(fused.Attention):
         if lengths is not None:
             documents = zip(q.split(lengths, 1), k.split(lengths, 1), v.split(lengths, 1), strict=True)
             o = torch.cat([q[:, :0], *(self._attend(*document) for document in documents)], 1)
-        elif past is None and mask is None:
-            o = self._attend(q, k, v)
-            self._remember(past_key_values, T, k, v, position)
         else:
             if past is not None:
                 k = torch.cat([past[0].unflatten(2, (k.shape[2], self.head_dim)).to(k), k], 1)
                 v = torch.cat([past[1].unflatten(2, (v.shape[2], self.head_dim)).to(v), v], 1)
             seen = position if past is None else torch.cat([past[2], position], 1)
             self._remember(past_key_values, T, k, v, seen)
-            o = self._attend(q, k, v, self._visible(position, seen))
+            o = self._attend(q, k, v, None if past is None and mask is None else self._visible(position, seen))
         o = self.o_proj(o.reshape(B, T, self.hidden_size))
         if mask is not None:
             o = o.masked_fill(~mask.unsqueeze(-1), 0)
