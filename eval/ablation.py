@@ -52,12 +52,7 @@ class Options(StudyOptions):
 
 
 def variants(options: Options) -> dict[str, tuple[str, ...]]:
-    """
-    The variants that the options name, with their fields.
-
-    Raises:
-        ValueError: there is no such variant, or an extra one is no "name: fields".
-    """
+    """The variants that the options name, with their fields; a ValueError for one that is not there or no "name: fields"."""
     known = dict(STUDIES[options.study])
     if "other timescale mode" in known:
         mode = HARMONIC[options.base].hf_config().timescale_mode

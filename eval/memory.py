@@ -80,12 +80,7 @@ class Options:
 
 
 def cells(options: Options) -> list[list[Record]]:
-    """
-    The cells of each model and loss by rising length.
-
-    Raises:
-        ValueError: the lengths do not rise.
-    """
+    """The cells of each model and loss by rising length; a ValueError for lengths that do not rise."""
     if not options.seq_lens or list(options.seq_lens) != sorted(set(options.seq_lens)) or options.seq_lens[0] < 1:
         raise ValueError(f"`seq_lens` must be positive and rise; got {options.seq_lens}.")
     common = {name: getattr(options, name) for name in ("size", "steps", "threads", "limit_gib", "timeout_s")}

@@ -67,19 +67,14 @@ class StreamScore:
 
     tokens: int
     """Tokens read."""
-
     targets: int
     """Tokens predicted: all but the first."""
-
     num_bytes: int
     """UTF-8 bytes of the text."""
-
     bits_per_token: float
     """Negative log-likelihood in bits, over `targets`."""
-
     bits_per_byte: float
     """Negative log-likelihood in bits, over `num_bytes`."""
-
     tokens_per_second: float
     """Targets scored in a second of this run, the audit included."""
 

@@ -83,12 +83,7 @@ def cell(
 
 
 def study(options: Options) -> dict[str, list[Path]]:
-    """
-    Trains, converts, and trains further.
-
-    Returns:
-        The directories of every model, one per seed, by its label.
-    """
+    """Trains, converts, and trains further. Returns the directories of every model, one per seed, by its label."""
     text = text_of("novels", "", "bytes", ".", 4096, 4096)
 
     def run(cells: list[Cell], title: str) -> list[Path]:

@@ -69,12 +69,7 @@ def cells(options: Options) -> list[Record]:
 
 
 def read_windows(tokens: list[int], windows: int, seq_len: int) -> torch.Tensor:
-    """
-    The first windows of a text, `[windows, seq_len]`.
-
-    Raises:
-        ValueError: the text is shorter, or a window has no target.
-    """
+    """The first windows of a text, `[windows, seq_len]`; a ValueError where it is shorter, or a window has no target."""
     if windows < 1 or seq_len < 2:
         raise ValueError(f"`windows` must be at least 1 and `seq_len` at least 2; got {windows} and {seq_len}.")
     if len(tokens) < windows * seq_len:
@@ -94,12 +89,7 @@ def bits_per_token(model: PreTrainedModel, inputs: torch.Tensor) -> float:
 
 
 def run(cell: Record, source: PreTrainedModel, inputs: torch.Tensor) -> Record:
-    """
-    The cell with its scores.
-
-    Raises:
-        RuntimeError: the converted model reads the future.
-    """
+    """The cell with its scores; a RuntimeError where the converted model reads the future."""
     torch.manual_seed(cell["seed"])
     layers = parse_layers(cell["layers"], source.config.num_hidden_layers)
     converted = convert_model(

@@ -67,13 +67,7 @@ def plain_head(model: PreTrainedModel) -> nn.Module | None:
 
 
 def window_starts(num_tokens: int, length: int, windows: int) -> list[int]:
-    """
-    First tokens of windows of `length` inputs, spread evenly over a text, whose last target is in it; as many as are
-    different.
-
-    Raises:
-        ValueError: the text holds no window, or none is asked for.
-    """
+    """First tokens of windows of `length` inputs, spread evenly over a text, whose last target is in it; no two are equal."""
     if windows < 1 or num_tokens <= length:
         raise ValueError(f"expected a window or more, of {length} tokens and a target, in the text; got {windows} windows and "
                          f"{num_tokens} tokens of text. Pass a longer text or a shorter context.")

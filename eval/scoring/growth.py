@@ -34,12 +34,7 @@ class Growth:
 
 
 def peak_bytes() -> int:
-    """
-    Largest resident set of this process so far. (`ru_maxrss` would start from what the parent process held.)
-
-    Raises:
-        RuntimeError: where there is no /proc/self/status.
-    """
+    """Largest resident set of this process so far. (`ru_maxrss` would start from what the parent process held.)"""
     status = Path("/proc/self/status")
     if not status.is_file():
         raise RuntimeError("measuring peak memory needs Linux with /proc; found none. Run it there.")
@@ -59,21 +54,16 @@ def _run(pipe: Connection, directory: Path, mode: str, length: int, chunk_size: 
     """A process: reads or generates `length` tokens and sends its peak; then, for each word, the times of a chunk."""
     model = load_recurrent(directory)
     vocab = model.config.vocab_size
-    if mode == "stream":
-        steps: Iterator[torch.Tensor] = iter(model.stream((number * 7919 % vocab for number in count()), chunk_size))
-    else:
-        steps = _generated(model)
-    steps_a_chunk = 1 if mode == "stream" else chunk_size
-
-    def read(chunks: int) -> None:
-        for _ in islice(steps, chunks * steps_a_chunk):
-            pass
-
-    read(length // chunk_size)
+    texts = model.stream((number * 7919 % vocab for number in count()), chunk_size)
+    # in a step of the stream there is a chunk, in one of the generation a token
+    steps, chunk = (iter(texts), 1) if mode == "stream" else (_generated(model), chunk_size)
+    for _ in islice(steps, length // chunk_size * chunk):
+        pass
     pipe.send(peak_bytes())
     while pipe.recv():
         start = time.perf_counter(), time.process_time()
-        read(1)
+        for _ in islice(steps, chunk):
+            pass
         pipe.send((time.perf_counter() - start[0], time.process_time() - start[1]))
 
 

@@ -134,10 +134,7 @@ class Plan:
 
 
 def plan_of(options: Options, split: TokenSplit, tokenizer: JsonTokenizer) -> Plan:
-    """
-    Raises:
-        ValueError: contexts, targets or stride do not fit one another or the text.
-    """
+    """What the options ask for; a ValueError where contexts, targets or stride do not fit one another or the text."""
     available = len(split.tokens) - options.targets
     contexts = options.contexts or tuple(context for context in CONTEXTS if context <= available)
     if options.targets < 1 or not contexts or list(contexts) != sorted(set(contexts)) or contexts[0] < 1:
@@ -184,13 +181,7 @@ def measure(
 
 
 def run(directory: Path, label: str, plan: Plan, split: TokenSplit, options: Options) -> list[Record]:
-    """
-    The records of a model; those that are in `out` are read, the others measured.
-
-    Raises:
-        RuntimeError: the model is not causal.
-        ValueError: the text has tokens that it does not know.
-    """
+    """The records of a model that is causal; those that are in `out` are read, the others measured."""
     model = to_accelerator(load(directory)[0])
     vocabulary, largest = model.get_input_embeddings().num_embeddings, int(split.tokens.max())
     if largest >= vocabulary:

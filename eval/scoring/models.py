@@ -23,12 +23,7 @@ def to_accelerator(model: Any) -> Any:
 
 
 def load(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """
-    The model, in evaluation mode and float32, and the tokenizer of a directory that `fla_harmonic.titan.export` wrote.
-
-    Raises:
-        FileNotFoundError: if the directory has no config.json.
-    """
+    """The model, in evaluation mode and float32, and the tokenizer of a directory that `fla_harmonic.titan.export` wrote."""
     if not (directory / "config.json").is_file():
         raise FileNotFoundError(
             f"expected a Hugging Face directory with config.json at {directory}; found none. "
@@ -90,12 +85,7 @@ def build(flavor: str, vocab_size: int | None = None, longest: int | None = None
 
 
 def load_recurrent(directory: Path) -> HarmonicForCausalLM:
-    """
-    The model of a directory, as `load` gives it, if its memory of a text is constant.
-
-    Raises:
-        ValueError: it is none of this package's recurrent models.
-    """
+    """The model of a directory, as `load` gives it, if its memory of a text is constant; a ValueError for others."""
     model, _ = load(directory)
     if not isinstance(model, HarmonicForCausalLM):
         raise ValueError(

@@ -16,53 +16,32 @@ class Score:
 
     targets: int
     """Tokens predicted."""
-
     first_target: int
     """Position of the first of them in the split."""
-
     seq_len: int
     """Tokens of a window."""
-
     stride: int
     """Targets of a window."""
-
     num_bytes: int
     """UTF-8 bytes of the targets' text."""
-
     bits_per_token: float
     """Negative log-likelihood in bits, over `targets`."""
-
     bits_per_byte: float
     """Negative log-likelihood in bits, over `num_bytes`."""
-
     beyond_trained_length: bool
     """Whether a window is longer than the model was trained on: no fair score of a model with positions."""
-
     audit: Verdict
     """What the audit of these very windows saw."""
 
 
 def score(
-    model: PreTrainedModel,
-    split: TokenSplit,
-    seq_len: int,
-    batch_size: int,
-    stride: int | None = None,
-    targets: range | None = None,
-    num_bytes: int | None = None,
+    model: PreTrainedModel, split: TokenSplit, seq_len: int, batch_size: int, stride: int | None = None,
+    targets: range | None = None, num_bytes: int | None = None,
 ) -> Score:
     """
-    The loss in float32, summed in float64.
+    The loss of a causal language model in evaluation mode, in float32, summed in float64.
 
     Args:
-        model (PreTrainedModel):
-            A causal language model in evaluation mode.
-        split (TokenSplit):
-            The text.
-        seq_len (int):
-            Tokens of a window.
-        batch_size (int):
-            Windows computed at once.
         stride (int, Optional):
             Targets of a window, the last ones; see `eval.scoring.targets.windows`. Default: all of them.
         targets (range, Optional):

@@ -11,12 +11,7 @@ from fla_harmonic.titan.config import data_section
 
 
 def job_of(config_file: Path, overrides: Sequence[str]) -> JobConfig:
-    """
-    A TOML file's job, some fields overridden.
-
-    Raises:
-        ValueError: its states would be reset at each document, which no score does.
-    """
+    """A TOML file's job, some fields overridden; a ValueError if states are reset at each document, which no score does."""
     job = ConfigManager().parse_args([f"--job.config_file={config_file}", *overrides])
     if data_section(job).reset_documents:
         raise ValueError(

@@ -113,11 +113,7 @@ class Cell:
 
 
 def check_cells(cells: Sequence[Cell]) -> None:
-    """
-    Raises:
-        ValueError: cells differ in their tokens or in what an optimizer step sees, a length does not divide a step, or two
-            cells are the same.
-    """
+    """A ValueError for cells that differ in their tokens or their steps, that no length divides, or that are the same."""
     budgets = {(cell.tokens, cell.step_tokens) for cell in cells}
     if len(budgets) != 1:
         raise ValueError(f"expected every cell to see as many tokens, and as many in a step; got (tokens, step) {budgets}.")

@@ -83,12 +83,7 @@ class StudyOptions:
     def protocol_of(
         self, models: Sequence[Model], shared_lr: float, sweep_seq_len: int, micro_tokens: int = 0,
     ) -> Protocol:
-        """
-        The study of these models.
-
-        Raises:
-            ValueError: its cells would not be comparable, or an option is set by the study itself.
-        """
+        """The study of these models, whose cells must be comparable; see `Protocol.check` and `check_overrides`."""
         check_overrides(self.overrides)
         text = text_of(self.dataset, self.dataset_path, self.tokenizer, self.assets, self.test, self.validation,
                        data_section(job_of(Path(self.config_file), self.overrides)))

@@ -58,11 +58,7 @@ class Protocol:
                 for lr, model in itertools.product(self.lrs, self.models)]
 
     def check(self) -> None:
-        """
-        Raises:
-            ValueError: lengths, seeds or learning rates are missing or double, the budget does not divide, or cells differ
-                in their tokens.
-        """
+        """A ValueError where lists are empty or have doubles, the budget does not divide, or cells differ in their tokens."""
         check_different(self, ("models", "seq_lens", "seeds", "lrs"))
         if self.sweep_seq_len not in self.seq_lens or self.shared_lr not in self.lrs:
             raise ValueError(
@@ -85,12 +81,7 @@ def check_different(options: Any, names: Sequence[str]) -> None:
 def text_of(
     dataset: str, path: str, tokenizer: str, assets: str, test: int, validation: int, data: Data | None = None,
 ) -> Text:
-    """
-    A text with its digests, in the first of which the tokenizer has a part; `data` is the job's `[data]` section.
-
-    Raises:
-        ValueError, FileNotFoundError: as `load_documents`.
-    """
+    """A text with its digests, in the first of which the tokenizer has a part; `data` is the job's `[data]` section."""
     data = data or Data()
     digest = hashlib.sha256()
     for document in load_documents(

@@ -14,7 +14,7 @@ from torchtitan.train import Trainer
 
 import fla_harmonic.titan  # noqa: F401  (registers the specs)
 from eval.results import read_lines
-from eval.scoring.models import load
+from eval.scoring.models import load, to_accelerator
 from eval.scoring.score import score
 from eval.study.cells import ONE_PROCESS, Cell, curve
 from fla_harmonic.models.mamba.modeling_mamba import HAS_MAMBA_KERNELS
@@ -59,10 +59,7 @@ def measure(cell: Cell, folder: Path) -> dict[str, Any]:
 
 
 def check_finite(cell: Cell, folder: Path) -> None:
-    """
-    Raises:
-        RuntimeError: a logged loss is not finite, which is written as null.
-    """
+    """A RuntimeError for a logged loss that is not finite, which is written as null."""
     for record in read_lines(folder / "metrics.jsonl"):
         if record.get("loss_metrics/global_avg_loss", 0.0) is None:
             raise RuntimeError(
@@ -94,12 +91,7 @@ def size(job: JobConfig) -> tuple[int, int]:
 
 
 def kernels(family: str) -> str:
-    """
-    What the model's recurrence or attention ran on.
-
-    Raises:
-        RuntimeError: on an accelerator Mamba would run without its own kernels: no baseline for anyone.
-    """
+    """What the model's recurrence or attention ran on; a RuntimeError for Mamba without its own kernels on an accelerator."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if family == "llama":
         return "scaled_dot_product_attention"
@@ -116,9 +108,7 @@ def kernels(family: str) -> str:
 
 def scores(cell: Cell, job: JobConfig, directory: Path) -> dict[str, Any]:
     """Losses of an exported model on the targets of the test and the validation split."""
-    model, _ = load(directory)
-    if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        model.to(device)  # type: ignore[arg-type]
+    model = to_accelerator(load(directory)[0])
     tokenizer = build_tokenizer(job)
     found = {}
     for name, number in (("test", cell.text.test), ("validation", cell.text.validation)):

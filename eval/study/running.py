@@ -27,7 +27,6 @@ class Named(Protocol):
 
     @property
     def record(self) -> Record: ...
-
     @property
     def name(self) -> str: ...
 
@@ -41,10 +40,8 @@ def run_cells(
     cells: Sequence[Named], measure: Measure, out: Path, processes: int, threads: int, title: str,
 ) -> list[Record]:
     """
-    The results of the cells, in their order; those that are in `out` are read, the others run, so many at once.
-
-    Raises:
-        RuntimeError: a cell failed; the message has the end of its log.
+    The results of the cells, in their order; those that are in `out` are read, the others run, so many at once. A cell that
+    fails is a RuntimeError with the end of its log.
     """
     os.environ["OMP_NUM_THREADS"] = str(threads)
     # imports are made once, by a process that has neither threads nor a device when it forks
@@ -80,9 +77,6 @@ def run_cell(cell: Named, measure: Measure, out: Path, load: dict[str, int]) -> 
     """
     What a process does: measures a cell and writes `result.json`; a finished cell is left alone. All that is printed goes to
     the cell's `log.txt`.
-
-    Raises:
-        RuntimeError: the cell failed; the message has the end of its log.
     """
     end_with_parent()
     file = result_file(cell, out).absolute()

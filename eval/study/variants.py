@@ -40,12 +40,7 @@ STUDIES: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def at_equal_parameters(base: str, fields: tuple[str, ...]) -> tuple[str, ...]:
-    """
-    The fields, and the MLP's width that brings the variant nearest to the base's parameters.
-
-    Raises:
-        ValueError: no width does, within 1%.
-    """
+    """The fields, and the MLP's width that brings the variant to the base's parameters, within 1% (else a ValueError)."""
     target = parameters(base, ())
     narrow, wide = (parameters(base, (*fields, f"intermediate_size={width}")) for width in (1, 2))
     width = max(1, round((target - narrow) / (wide - narrow)) + 1)

@@ -21,7 +21,7 @@ from transformers import get_cosine_schedule_with_warmup
 
 from eval.results import draft_of
 from eval.scoring.in_situ import InSitu
-from eval.scoring.models import build
+from eval.scoring.models import build, to_accelerator
 from eval.study.cells import Model, folder_name
 from eval.study.run_cell import kernels
 from eval.tasks.recall_tasks import IGNORED, Batch, Size, Task
@@ -64,10 +64,7 @@ class RecallCell:
         return folder_name(f"{self.task.name}-{self.model.label}-seed{self.seed}-lr{self.lr:g}", self.record)
 
     def check(self) -> None:
-        """
-        Raises:
-            ValueError: no size, step or sequence, a size that the task cannot have, or one that does not divide a step.
-        """
+        """A ValueError for no size, step or sequence, or a size that the task cannot have or that does not divide a step."""
         if not (self.trained and self.tested and min(self.steps, self.validation, self.test) >= 1 and self.lr > 0):
             raise ValueError(
                 "expected sizes to train and to test, a learning rate above 0, and at least one step and one sequence of each "
@@ -95,9 +92,8 @@ def measure(cell: RecallCell, folder: Path) -> dict[str, Any]:
     # first: it may refuse the machine
     ran_on = kernels(cell.model.family)
     torch.manual_seed(cell.seed)
-    model: nn.Module = build(f"{cell.model.family}/{cell.model.flavor}", cell.task.vocab_size, longest(cell.tested))
-    if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        model.to(device)
+    name = f"{cell.model.family}/{cell.model.flavor}"
+    model: nn.Module = to_accelerator(build(name, cell.task.vocab_size, longest(cell.tested)))
     speed = train(cell, model, folder / "checkpoint" / "state.pt")
     model.eval()
     with InSitu(model) as audit:
@@ -114,10 +110,7 @@ def measure(cell: RecallCell, folder: Path) -> dict[str, Any]:
 def train(cell: RecallCell, model: nn.Module, file: Path) -> float:
     """
     Trains a model in place, from the checkpoint in `file` if there is one: AdamW with a warm-up over a tenth of the steps,
-    then a cosine to zero; gradients are clipped at 1, matrices alone decay.
-
-    Returns:
-        Tokens per second of this process: the median of its steps.
+    then a cosine to zero; gradients are clipped at 1, matrices alone decay. Returns tokens per second, the median.
     """
     kept = undecayed_names(model.named_parameters())
     groups: list[dict[str, Any]] = [
@@ -181,8 +174,7 @@ def score(cell: RecallCell, model: nn.Module, size: Size, split: str) -> dict[st
     """
     sequences = cell.test if split == "test" else cell.validation
     rows = max(1, cell.step_tokens // size.length)
-    right: list[np.ndarray] = []
-    losses: list[torch.Tensor] = []
+    right, losses = [], []
     for index, begin in enumerate(range(0, sequences, rows)):
         batch = cell.task.batch(
             size, min(rows, sequences - begin), (SPLITS[split], size.length, size.load + 1, index))

@@ -57,10 +57,7 @@ class MQAR:
         return self.vocab_size * 7 // 16
 
     def check(self, size: Size) -> None:
-        """
-        Raises:
-            ValueError: the sequence has no place for as many pairs and queries, or the vocabulary no keys for them.
-        """
+        """A ValueError where the sequence has no place for the pairs and queries, or the vocabulary no keys for them."""
         if not (1 <= size.load <= self.num_keys and 3 * size.load <= size.length and self.fillers > 0):
             raise ValueError(
                 f"mqar: expected 1 to {self.num_keys} pairs (vocab_size {self.vocab_size}) in at least three times as many "
@@ -112,10 +109,7 @@ class Passkey:
         return 2 * self.digits + 1
 
     def check(self, size: Size) -> None:
-        """
-        Raises:
-            ValueError: the sequence has no place for such a distance, or the vocabulary no filler.
-        """
+        """A ValueError where the sequence has no place for such a distance, or the vocabulary no filler."""
         longest = size.length - self.around
         if not (self.ANYWHERE <= size.load <= longest and longest >= 0 and self.vocab_size > self.QUESTION + 1
                 and self.digits >= 1):

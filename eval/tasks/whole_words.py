@@ -85,12 +85,7 @@ class WholeWords(HFLM):
 
 
 def bos_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """
-    What a tokenizer puts before a text: its beginning of text, or nothing.
-
-    Raises:
-        ValueError: it is anything else, or something follows the text.
-    """
+    """What a tokenizer puts before a text: its beginning of text, or nothing; a ValueError for anything else."""
     plain, full = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     for bos in ([], [tokenizer.bos_token_id]):
         if full == bos + plain:
