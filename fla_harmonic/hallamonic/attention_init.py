@@ -24,19 +24,9 @@ OUTPUT_STD = 0.15
 class AttentionWeights:
     """
     The linear part of an attention layer, in float32: `o = W_o concat_h(sum_s a_h(t, s) v_g(h)(s)) + b_o`, where head h reads
-    the values of key-value head `g(h) = h // (heads / kv_heads)`.
-
-    Args:
-        value (torch.Tensor):
-            W_v of shape `[kv_heads * head_dim, hidden_size]`.
-        value_bias (torch.Tensor, Optional):
-            b_v of shape `[kv_heads * head_dim]`.
-        output (torch.Tensor):
-            W_o of shape `[hidden_size, heads * head_dim]`.
-        input_scale (torch.Tensor):
-            Weight of the norm before the layer, `[hidden_size]`: the root mean square of each input, up to correlations.
-        head_dim (int):
-            Channels per head.
+    the values of key-value head `g(h) = h // (heads / kv_heads)`. `value` is W_v, `[kv_heads * head_dim, hidden_size]`,
+    `value_bias` b_v, `output` W_o, `[hidden_size, heads * head_dim]`, and `input_scale` the weight of the norm before the
+    layer, `[hidden_size]`: the root mean square of each input, up to correlations.
     """
 
     value: torch.Tensor
@@ -79,12 +69,6 @@ def init_from_attention(layer: HarmonicAttention, attention: AttentionWeights) -
 
     A map of rank r below that of W_v keeps the r directions in which the values vary most (a singular value decomposition of
     `W_v diag(g)`). At the number of values, which grouped queries make small, the map is exact.
-
-    Args:
-        layer (HarmonicAttention):
-            The layer, whose weights are replaced.
-        attention (AttentionWeights):
-            Those of the attention layer.
 
     Raises:
         ValueError: the layer has no output projection, or an output gate (which no constant can be), MLP gates or a short

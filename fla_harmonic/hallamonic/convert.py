@@ -69,17 +69,8 @@ class Convert:
 @dataclass(frozen=True)
 class Conversion:
     """
-    A converted model, and what is new in it.
-
-    Args:
-        model (HallamonicForCausalLM):
-            The model, in the source's dtype.
-        new (dict[str, tuple[int, ...]]):
-            Names and shapes of the parameters that the source does not have.
-        dropped (tuple[str, ...]):
-            Names of the source's parameters that are gone: those of the replaced attention layers.
-        untouched (int):
-            Number of parameters that are the source's, bit for bit.
+    A converted model in the source's dtype; names and shapes of its new parameters; names of the source's that are gone; and
+    the number of parameters that are the source's, bit for bit.
     """
 
     model: HallamonicForCausalLM
@@ -114,10 +105,7 @@ def layer_options(
     gate_rank: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """
-    Options of the Harmonic layers of a converted model: the arguments, with the defaults of `Convert`, and no output gate,
-    which cannot begin as attention.
-    """
+    """Options of Harmonic layers with the defaults of `Convert`, and no output gate, which cannot begin as attention."""
     values = head_size(source) * source.num_key_value_heads
     if expand_ratio is None:
         expand_ratio = head_size(source) * source.num_attention_heads / source.hidden_size
@@ -154,11 +142,11 @@ def convert_model(
     options: dict[str, Any] | None = None,
 ) -> Conversion:
     """
-    Replaces attention layers of a pretrained model.
+    Replaces attention layers of a pretrained model, which stays as it is.
 
     Args:
         source (PreTrainedModel):
-            The pretrained causal language model, which stays as it is.
+            The pretrained causal language model.
         layers (list[int]):
             Indices of the layers to replace.
         init (str):
@@ -175,9 +163,7 @@ def convert_model(
     config = HallamonicConfig(source.config, layers, options, dtype=source.dtype)
     model = cast(Any, HallamonicForCausalLM(config)).to(source.dtype)
     tensors, own = source.state_dict(), model.state_dict()
-    dropped = tuple(name for name in tensors if name not in own)
-    new = {name: tuple(tensor.shape) for name, tensor in own.items() if name not in tensors}
-    model.load_state_dict({name: tensor for name, tensor in tensors.items() if name in own}, strict=False)
+    found = model.load_state_dict(tensors, strict=False)
     model.tie_weights()
     for index in layers if init == "attention" else ():
         block, mixer = source.get_decoder().layers[index], model.model.layers[index].self_attn
@@ -187,7 +173,8 @@ def convert_model(
     if source.generation_config is not None:
         model.generation_config = source.generation_config
     untouched = sum(parameter.numel() for name, parameter in model.named_parameters() if name in tensors)
-    return Conversion(model.eval(), new, dropped, untouched)
+    new = {name: tuple(own[name].shape) for name in found.missing_keys}
+    return Conversion(model.eval(), new, tuple(found.unexpected_keys), untouched)
 
 
 def describe(conversion: Conversion) -> str:
@@ -196,10 +183,9 @@ def describe(conversion: Conversion) -> str:
     for name, shape in conversion.new.items():
         _, layer, rest = re.split(r"\blayers\.(\d+)\.", name, maxsplit=1)
         groups[rest, shape].append(int(layer))
-    counts = {key: len(layers) * math.prod(key[1]) for key, layers in groups.items()}
     return "\n".join([
-        f"new: {sum(counts.values()):,} parameters in {len(conversion.new)} tensors",
-        *(f"  layers {number_ranges(layers)}: {name} {list(shape)}: {counts[name, shape]:,}"
+        f"new: {sum(map(math.prod, conversion.new.values())):,} parameters in {len(conversion.new)} tensors",
+        *(f"  layers {number_ranges(layers)}: {name} {list(shape)}: {len(layers) * math.prod(shape):,}"
           for (name, shape), layers in groups.items()),
         f"untouched: {conversion.untouched:,} parameters",
         f"gone: {len(conversion.dropped)} tensors of the replaced attention layers"])

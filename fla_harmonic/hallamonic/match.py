@@ -73,13 +73,8 @@ class Match:
 
 class Matching:
     """
-    The new layers beside the original model, whose hidden states they are fed.
-
-    Args:
-        original (PreTrainedModel):
-            The pretrained model. Its layers after the last replaced one are taken off.
-        converted (HallamonicForCausalLM):
-            The converted model; its new layers are trained in place.
+    The new layers of a converted model, trained in place, beside the original model, whose hidden states they are fed and
+    whose layers after the last replaced one are taken off.
 
     Raises:
         ValueError: nothing is replaced, or the converted model is of another source.
@@ -107,34 +102,28 @@ class Matching:
     @torch.no_grad()
     def step(self, ids: torch.Tensor) -> dict[int, float]:
         """
-        Adds the gradients of the layers' errors on a batch to those that are there.
-
-        Args:
-            ids (torch.Tensor):
-                Token ids of shape `[B, T]`.
-
-        Returns:
-            By layer the mean square of the difference to the attention's outputs, over the mean square of these.
+        Adds the gradients of the layers' errors on a batch `[B, T]` of token ids to those that are there. The errors, by
+        layer, are mean squares of the difference to the attention's outputs, over the mean square of these.
         """
         errors: dict[int, float] = {}
         with ExitStack() as hooks:
             for layer, mixer in self.mixers.items():
-                hooks.enter_context(self.decoder.layers[layer].self_attn.register_forward_hook(
-                    partial(self._hook, errors, layer, mixer), with_kwargs=True))
+                hook = partial(_train, errors, layer, mixer)
+                hooks.enter_context(self.decoder.layers[layer].self_attn.register_forward_hook(hook, with_kwargs=True))
             self.decoder(ids, use_cache=False)
         return errors
 
-    @staticmethod
-    @torch.enable_grad()
-    def _hook(
-        errors: dict[int, float], layer: int, mixer: nn.Module,
-        attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[Any, ...],
-    ) -> None:
-        inputs, wanted = kwargs.get("hidden_states", args[0] if args else None), outputs[0]
-        error = (mixer(inputs)[0] - wanted).square().mean() / wanted.square().mean()
-        # here, not after the last layer: nothing of one layer is kept for the next
-        error.backward()
-        errors[layer] = error.item()
+
+@torch.enable_grad()
+def _train(
+    errors: dict[int, float], layer: int, mixer: nn.Module,
+    attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[Any, ...],
+) -> None:
+    inputs, wanted = kwargs.get("hidden_states", args[0] if args else None), outputs[0]
+    error = (mixer(inputs)[0] - wanted).square().mean() / wanted.square().mean()
+    # here, not after the last layer: nothing of one layer is kept for the next
+    error.backward()
+    errors[layer] = error.item()
 
 
 def windows(tokens: np.ndarray, seq_len: int, batch_size: int, seed: int, step: int) -> torch.Tensor:

@@ -41,17 +41,7 @@ def layer_states(cache: DynamicCache, layer_idx: int) -> Cache:
 
 
 class HarmonicMixer(nn.Module):
-    """
-    A Harmonic layer in the place of a decoder layer's `self_attn`.
-
-    Args:
-        config (HallamonicConfig):
-            Configuration of the model.
-        layer_idx (int):
-            Index of the layer.
-        bias (bool):
-            Whether the attention's output has a bias.
-    """
+    """A Harmonic layer in the place of a decoder layer's `self_attn`; `bias`: whether the attention's output has one."""
 
     def __init__(self, config: HallamonicConfig, layer_idx: int, bias: bool) -> None:
         super().__init__()
@@ -69,23 +59,8 @@ class HarmonicMixer(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """
-        Args:
-            hidden_states (torch.Tensor):
-                Inputs of shape `[B, T, hidden_size]`.
-            cache, past_key_values (DynamicCache, Optional):
-                transformers' cache, under its new or its old name. Default: `None`.
-            padding_mask (torch.Tensor, Optional):
-                0/1 mask of shape `[B, S]`, S >= T. Default: `None`.
-            cu_seqlens (torch.Tensor, Optional):
-                Borders of packed documents, `[N + 1]`. Default: `None`.
-            **kwargs:
-                What attention layers need: unused.
-
-        Returns:
-            o (torch.Tensor):
-                Outputs of shape `[B, T, hidden_size]`.
-            None:
-                No attentions.
+        Outputs `[B, T, hidden_size]` for `hidden_states [B, T, hidden_size]`, and no attentions. transformers' cache comes
+        under its new or its old name; `padding_mask [B, S]` is 0/1 with S >= T; `cu_seqlens [N + 1]` are borders of documents.
         """
         past = past_key_values if cache is None else cache
         o, _, _ = self.harmonic(
@@ -159,16 +134,9 @@ class HallamonicModel(HallamonicPreTrainedModel):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """
-        The source's arguments.
-
-        Args:
-            attention_mask (torch.Tensor, Optional):
-                0/1 mask of shape `[B, S]`, S >= T, whose last T columns belong to the inputs: states pass masked tokens
-                unchanged. Default: `None`.
-            past_key_values, cache (DynamicCache, Optional):
-                transformers' cache: keys and values of attention layers, states of Harmonic layers. Default: `None`.
-            cu_seqlens, position_ids, seq_idx, cu_seq_lens_q, cu_seq_lens_k (torch.Tensor, Optional):
-                In `kwargs`: documents of a packed row, see `document_borders`. They win over a mask.
+        The source's arguments. States pass tokens unchanged that the 0/1 `attention_mask [B, S]`, S >= T, leaves out. The
+        cache holds keys and values of attention layers and states of Harmonic layers. `cu_seqlens`, `position_ids`, `seq_idx`
+        or `cu_seq_lens_q` and `cu_seq_lens_k` give the documents of a packed row, see `document_borders`, and win over a mask.
 
         Raises:
             ValueError: for impossible masks or borders, a cache of another kind, and packed documents with a cache where
@@ -241,8 +209,7 @@ class HallamonicForCausalLM(HallamonicModel, GenerationMixin):
 
         Args:
             labels (torch.Tensor, Optional):
-                Token ids of shape `[B, T]`, the inputs themselves; each is the target of the token before it. The first
-                token of a packed document is nobody's target, and pads are neither target nor scored. -100 leaves out more.
+                The inputs `[B, T]`; each is the target of the token before it in its document, pads and -100 left out.
                 Default: no loss.
             logits_to_keep (int | torch.Tensor):
                 Number of last positions, or indices, whose logits are wanted; 0 for all. Default: 0.

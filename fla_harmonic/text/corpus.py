@@ -35,10 +35,8 @@ def load_documents(
             document. "hub": what `datasets.load_dataset` reads, one document per row. Case is ignored.
         path (str | Path | None):
             The local file; for "hub" the name of the dataset on the hub, or a local folder.
-        text_field (str):
-            The field that holds the text, for "jsonl" and "hub".
-        hub_config, hub_split (str):
-            Configuration of the hub dataset, where empty is its default, and the split to read.
+        text_field, hub_config, hub_split (str):
+            See `TextOptions`.
 
     Returns:
         The documents as UTF-8 bytes, in order. Empty documents are left out; the list is never empty.

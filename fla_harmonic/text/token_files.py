@@ -42,16 +42,9 @@ class TextOptions:
 @dataclass(frozen=True)
 class TokenSplit:
     """
-    One split of a corpus as tokens.
-
-    Attributes:
-        tokens (np.ndarray):
-            `[T]`, the smallest of uint8, uint16 and uint32 that holds the vocabulary: the documents concatenated. In a
-            corpus of more than one document each is followed by the end-of-text token, unless the split cuts it.
-        document_starts (np.ndarray):
-            `[N]` int64, ascending: where each document starts in `tokens`. The first is 0.
-        num_bytes (int):
-            UTF-8 bytes of the split's text, without end-of-text tokens: what bits per byte are counted over.
+    One split of a corpus: its tokens `[T]`, of the smallest of uint8, uint16 and uint32 that holds the vocabulary; where each
+    document starts in them, `[N]` int64, ascending from 0; and the UTF-8 bytes of its text, over which bits per byte are
+    counted. In a corpus of several documents an end-of-text token follows each, unless the split cuts it.
     """
 
     tokens: np.ndarray
@@ -72,17 +65,8 @@ def load_split(
     options: TextOptions | None = None,
 ) -> TokenSplit:
     """
-    The tokens of one split of a corpus.
-
-    Args:
-        dataset, path:
-            The corpus, see `load_documents`.
-        split (str):
-            "train", "validation" or "test": 90%, 5% and 5% of the bytes by position.
-        tokenizer (TextTokenizer):
-            Its tokens are cached on disk if it has a fingerprint.
-        options (TextOptions, Optional):
-            The text's field, the hub dataset's config and split, the cache's folder. Default: `None`.
+    The tokens of one split of a corpus, see `load_documents` and `split_documents`. They are cached on disk if the tokenizer
+    has a fingerprint.
 
     Raises:
         ValueError: the corpus is not what it should be, or has several documents and the tokenizer no end of text.

@@ -176,28 +176,14 @@ class JsonTokenizer(TextTokenizer):
 
     def encode_documents(self, documents: Iterable[bytes], piece_characters: int = 1 << 20) -> Iterator[np.ndarray]:
         dtype = np.min_scalar_type(self.get_vocab_size() - 1)
-        batch: list[tuple[str, bool]] = []
         parts: list[np.ndarray] = []
-
-        def flush() -> Iterator[np.ndarray]:
+        for batch in _batches(self.cut(document.decode("utf-8"), piece_characters) for document in documents):
             encodings = self.tokenizer.encode_batch_fast([piece for piece, _ in batch], add_special_tokens=False)
             for encoding, (_, is_last) in zip(encodings, batch, strict=True):
                 parts.append(np.asarray(encoding.ids, dtype=dtype))
                 if is_last:
                     yield np.concatenate(parts)
                     parts.clear()
-            batch.clear()
-
-        size = 0
-        for document in documents:
-            pieces = self.cut(document.decode("utf-8"), piece_characters)
-            for number, piece in enumerate(pieces, start=1):
-                batch.append((piece, number == len(pieces)))
-                size += len(piece)
-                if size >= BATCH_CHARACTERS:
-                    yield from flush()
-                    size = 0
-        yield from flush()
 
     def cut(self, text: str, piece_characters: int) -> list[str]:
         """
@@ -238,21 +224,25 @@ class JsonTokenizer(TextTokenizer):
         _write_pretrained(directory, saved, config | {key: token for key, token in tokens.items() if token is not None})
 
 
+def _batches(documents: Iterable[list[str]]) -> Iterator[list[tuple[str, bool]]]:
+    """Pieces of documents, and whether each is its document's last, `BATCH_CHARACTERS` at a time."""
+    batch, size = [], 0
+    for pieces in documents:
+        for number, piece in enumerate(pieces, start=1):
+            batch.append((piece, number == len(pieces)))
+            size += len(piece)
+            if size >= BATCH_CHARACTERS:
+                yield batch
+                batch, size = [], 0
+    yield batch
+
+
 def tokenize(
     documents: list[bytes], tokenizer: TextTokenizer, *, append_eos: bool, is_cut: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """
-    The tokens of some documents concatenated, `[T]` of an unsigned type, and where each starts, `[N]` int64.
-
-    Args:
-        documents (list[bytes]):
-            UTF-8 texts.
-        tokenizer (TextTokenizer):
-            No beginning of text is added.
-        append_eos (bool):
-            Whether an end-of-text token follows each document.
-        is_cut (bool):
-            Whether the last document continues elsewhere, so that no end of text follows it.
+    The tokens of UTF-8 documents concatenated, `[T]` of an unsigned type, and where each starts, `[N]` int64. With
+    `append_eos` an end-of-text token follows each document, but not the last one where it continues elsewhere (`is_cut`).
 
     Raises:
         ValueError: end of text is asked for and the tokenizer has none, or a document holds NUL, the bytes' end of text.

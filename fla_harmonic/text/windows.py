@@ -18,13 +18,7 @@ class TokenWindows:
     Windows of a token array: window i reads tokens `[i L, i L + L]`, the first L of them as input and the last L as labels,
     so that every token but the first is a label exactly once.
 
-    Args:
-        split (TokenSplit):
-            The tokens and where their documents start.
-        seq_len (int):
-            L, the tokens of a window.
-        tail (bool):
-            Whether a last, shorter window counts. Its missing inputs read 0, their labels are ignored. Default: `False`.
+    With `tail`, a last, shorter window counts: its missing inputs read 0, their labels are ignored.
 
     Raises:
         ValueError: the tokens do not fill one window, or with `tail` hold no label.
@@ -48,12 +42,9 @@ class TokenWindows:
 
     def batch(self, indices: np.ndarray, document_ids: bool) -> Batch:
         """
-        The windows of the given indices `[B]`.
-
-        Returns:
-            `{"input": [B, L] int64}`, with `document_ids` also `{"document_ids": [B, L] int32}`: the document of each input
-            token, counted from 0 within the window; and the labels, `[B, L]` int64. A window beyond the last has only
-            ignored labels.
+        The windows of the given indices `[B]`: `{"input": [B, L] int64}`, with `document_ids` also `{"document_ids": [B, L]
+        int32}`, the document of each input token, counted from 0 within the window; and the labels, `[B, L]` int64. A window
+        beyond the last has only ignored labels.
         """
         positions = indices.astype(np.int64)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         is_missing = (positions >= len(self.tokens)) | (indices >= self.count)[:, None]
