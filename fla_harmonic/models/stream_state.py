@@ -92,16 +92,8 @@ def identity(model: HarmonicForCausalLM) -> ModelIdentity:
 
 def save_state(path: str | os.PathLike, state: StreamState, model: HarmonicForCausalLM) -> None:
     """
-    Write a state as a safetensors file: all levels of all layers, convolutions, pending tokens and counts, with the
-    architecture and the fingerprint of its model. An interrupted write leaves the file that was there.
-
-    Args:
-        path (str | PathLike):
-            The file; replaced if it exists.
-        state (StreamState):
-            The state.
-        model (HarmonicForCausalLM):
-            The model that it belongs to, where the state does not say so.
+    Writes a state as a safetensors file: all levels of all layers, convolutions, pending tokens and counts, with the identity
+    of its model (`model` where the state does not say so). An interrupted write leaves the file that was there.
     """
     tensors = {"pending": state.pending.clone(), **_tensors(state.cache)}
     config, weights = state.model or identity(model)
@@ -130,13 +122,7 @@ def save_state(path: str | os.PathLike, state: StreamState, model: HarmonicForCa
 
 def load_state(path: str | os.PathLike, model: HarmonicForCausalLM) -> StreamState:
     """
-    Read a state that `save_state` wrote, on the model's device.
-
-    Args:
-        path (str | PathLike):
-            The file.
-        model (HarmonicForCausalLM):
-            The model that continues.
+    Reads a state that `save_state` wrote, for the model that continues, on its device.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -159,9 +145,9 @@ def load_state(path: str | os.PathLike, model: HarmonicForCausalLM) -> StreamSta
         owner = ModelIdentity(json.loads(metadata["config"]), metadata["weights"])
         check_model(f"{path}: ", owner, model)
         rows, length = json.loads(metadata["shape"])
-        return StreamState(
-            cache=_cache(path, tensors, rows, int(metadata["tokens"]) - length, model),
-            pending=_read(path, tensors, "pending", rows, length),
+        state = StreamState(
+            cache=_cache(tensors, int(metadata["tokens"]) - length, model),
+            pending=tensors["pending"],
             nll=float.fromhex(metadata["nll"]),
             is_batch=json.loads(metadata["is_batch"]),
             metadata=json.loads(metadata["metadata"]),
@@ -170,6 +156,10 @@ def load_state(path: str | os.PathLike, model: HarmonicForCausalLM) -> StreamSta
         )
     except KeyError as error:
         raise ValueError(f"{path}: expected {error} in the state of a stream, found none. Stream the text again.") from error
+    expected, got = rows * (length + (model.state_size if state.cache else 0)), sum(x.numel() for x in tensors.values())
+    if got != expected:
+        raise ValueError(f"{path}: expected {expected} numbers in the state of a stream, got {got}. Stream the text again.")
+    return state
 
 
 def _architecture(config: HarmonicConfig) -> dict[str, Any]:
@@ -179,12 +169,7 @@ def _architecture(config: HarmonicConfig) -> dict[str, Any]:
 
 
 def check_model(where: str, owner: ModelIdentity, model: HarmonicForCausalLM) -> None:
-    """
-    Compare the model that a state belongs to with the one that is to continue it. Reads all weights.
-
-    Raises:
-        ValueError: it has another architecture or other weights; begins with `where`.
-    """
+    """Raises a ValueError, which begins with `where`, unless a state's model is the one that continues. Reads all weights."""
     remedy = "Load the model that wrote the state, or stream the text again."
     config, weights = owner
     own = _architecture(model.config)
@@ -209,21 +194,7 @@ def _tensors(cache: Cache | None) -> dict[str, torch.Tensor]:
     return {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
 
 
-def _read(path: str | os.PathLike, tensors: dict[str, torch.Tensor], name: str, *shape: int) -> torch.Tensor:
-    if tensors[name].shape != shape:
-        raise ValueError(
-            f"{path}: expected {name} of shape {shape} in the state of a stream; got {tuple(tensors[name].shape)}. Stream the "
-            "text again.")
-    return tensors[name]
-
-
-def _cache(
-    path: str | os.PathLike,
-    tensors: dict[str, torch.Tensor],
-    rows: int,
-    tokens: int,
-    model: HarmonicForCausalLM,
-) -> Cache | None:
+def _cache(tensors: dict[str, torch.Tensor], tokens: int, model: HarmonicForCausalLM) -> Cache | None:
     if tokens == 0:
         return None
     cache = Cache()
@@ -231,10 +202,7 @@ def _cache(
         layer, prefix = cast(HarmonicAttention, block.attn), f"layers.{index}"
         device = next(layer.parameters()).device
         recurrent = tuple(
-            _read(path, tensors, f"{prefix}.recurrent_state.{level}", rows, layer.level_size).to(device)
-            for level in range(len(layer.levels)))
-        conv = None
-        if layer.use_short_conv:
-            conv = _read(path, tensors, f"{prefix}.conv_state", rows, layer.hidden_size, layer.conv_size).to(device)
+            tensors[f"{prefix}.recurrent_state.{level}"].to(device) for level in range(len(layer.levels)))
+        conv = tensors[f"{prefix}.conv_state"].to(device) if layer.use_short_conv else None
         cache.update(layer_idx=index, recurrent_state=recurrent, conv_state=conv, offset=tokens)
     return cache

@@ -52,15 +52,15 @@ class HarmonicStream(Iterator[torch.Tensor]):
                 "cache grows with the text. Score windows of a fixed length instead.")
         self.model = model
         self.chunk_size = chunk_size
-        if state is None:
-            state = StreamState()
-        self._state = state if isinstance(state, StreamState) else load_state(state, model)
-        if state is self._state and state.tokens:
+        if not isinstance(state, StreamState):
+            state = StreamState() if state is None else load_state(state, model)
+        elif state.tokens:
             if state.model is None:
                 raise ValueError(
                     "expected a state that names its model; got one that does not. Pass the `state` of another stream, or a "
                     "file that its `save` wrote.")
             check_model("", state.model, model)
+        self._state = state
         # iterating over a tensor would take its rows for pieces of one text
         self._tokens = iter([tokens] if hasattr(tokens, "ndim") else tokens)
 
@@ -90,14 +90,8 @@ class HarmonicStream(Iterator[torch.Tensor]):
 
     def save(self, path: str | os.PathLike, metadata: dict[str, str] | None = None) -> None:
         """
-        Write the state to a safetensors file, from which `HarmonicForCausalLM.stream` continues, in another process too. An
-        interrupted write leaves the file that was there.
-
-        Args:
-            path (str | PathLike):
-                The file; replaced if it exists.
-            metadata (dict[str, str], Optional):
-                What to keep with the state. Default: what the state was loaded with.
+        Writes the state, and `metadata` with it (default: what the state was loaded with), to a safetensors file from which
+        `HarmonicForCausalLM.stream` continues. An interrupted write leaves the file that was there.
         """
         if metadata is not None:
             self._state = replace(self._state, metadata=metadata)
