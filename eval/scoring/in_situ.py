@@ -176,6 +176,8 @@ class InSitu:
             Default: 2.
         seed (int):
             Seed of splits and replacements. Default: 0.
+        short_pieces (bool):
+            Whether short pieces follow at the end; not needed again for one model on one text. Default: `True`.
 
     Attributes:
         verdict (Verdict):
@@ -186,8 +188,11 @@ class InSitu:
         RuntimeError: in a call without token ids.
     """
 
-    def __init__(self, model: nn.Module, share: float = 0.12, bound: float = 2, seed: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module, share: float = 0.12, bound: float = 2, seed: int = 0, short_pieces: bool = True,
+    ) -> None:
         self.model, self.share, self.bound = model, share, bound
+        self.short_pieces = short_pieces
         self.verdict = Verdict()
         self._vocab_size = _vocab_size(model)
         self._generator = np.random.default_rng(seed)
@@ -217,7 +222,7 @@ class InSitu:
             return
         work = time.perf_counter() - self._started - self._audit_seconds
         verdict = self.verdict
-        if self._longest is not None and not verdict.failure:
+        if self.short_pieces and self._longest is not None and not verdict.failure:
             with self._timed():
                 self._short_pieces(self._longest)
                 if not verdict.failure:

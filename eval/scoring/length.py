@@ -196,7 +196,8 @@ def run(directory: Path, label: str, plan: Plan, split: TokenSplit, options: Opt
         bar.set_postfix_str(f"{wanted.kind} {wanted.length:,}")
         began = time.perf_counter()
         of_windows = losses_of()
-        with InSitu(model) as audit:
+        # short pieces of the text once per model, with the largest measurement
+        with InSitu(model, short_pieces=wanted.kind == "position") as audit:
             result = measure(model, wanted, split.tokens, plan.num_bytes, of_windows, options.batch_tokens, bar.update)
         return {"cell": asdict(wanted), **result, "seconds": time.perf_counter() - began,
                 "audit": asdict(audit.verdict.require()),
