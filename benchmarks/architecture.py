@@ -36,6 +36,11 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("`use_short_conv=True`", {"use_short_conv": True}),
     ("the paper's", {"gate_ratio": 2, "use_output_gate": False, "use_output_proj": False}),
 )
+MODELS = (
+    ("`HarmonicConfig.paper()`", HarmonicConfig.paper()),
+    ("stack of two blocks (`28M-stack`)",
+     HarmonicConfig(hidden_size=256, vocab_size=50257, intermediate_size=592, num_hidden_layers=2)),
+)
 
 
 @dataclass
@@ -78,29 +83,6 @@ def saved_bytes(layer: nn.Module, inputs: torch.Tensor) -> int:
     total = sum(x.untyped_storage().nbytes() for x in kept.values())
     del output
     return total // inputs.shape[1]
-
-
-def option_rows(hidden_size: int) -> list[tuple[str, Cost]]:
-    """The cost of a layer with each option."""
-    inputs = torch.randn(1, 512, hidden_size, requires_grad=True)
-    return [(name, cost(HarmonicAttention(hidden_size=hidden_size, **options), inputs)) for name, options in OPTIONS]
-
-
-def model_rows() -> list[tuple[str, Cost]]:
-    """The cost of the models of about 28M parameters, with their logits."""
-    configs = {
-        "`HarmonicConfig.paper()`": HarmonicConfig.paper(),
-        "stack of two blocks (`28M-stack`)": HarmonicConfig(
-            hidden_size=256, vocab_size=50257, intermediate_size=592, num_hidden_layers=2),
-    }
-    return [(name, cost(HarmonicForCausalLM(config), torch.randint(config.vocab_size, (1, 64))))
-            for name, config in configs.items()]
-
-
-def table(title: str, rows: list[tuple[str, Cost]]) -> str:
-    """The rows in Markdown."""
-    return markdown((title, "parameters", "state", "FLOPs per token", "training, bytes per token"), (
-        (name, *(f"{value:,}" for value in astuple(costs))) for name, costs in rows))
 
 
 def draw(file: Path) -> None:
@@ -175,7 +157,13 @@ def main(hidden_size: int = 256, png: Path | None = None) -> None:
         png: File for the figure, if wanted.
     """
     torch.manual_seed(0)
-    print(table(f"layer, H = {hidden_size}", option_rows(hidden_size)), table("model", model_rows()), sep="\n\n")
+    inputs = torch.randn(1, 512, hidden_size, requires_grad=True)
+    layers = {name: cost(HarmonicAttention(hidden_size=hidden_size, **options), inputs) for name, options in OPTIONS}
+    # of about 28M parameters, with their logits
+    models = {name: cost(HarmonicForCausalLM(config), torch.randint(config.vocab_size, (1, 64))) for name, config in MODELS}
+    for title, rows in ((f"layer, H = {hidden_size}", layers), ("model", models)):
+        print(markdown((title, "parameters", "state", "FLOPs per token", "training, bytes per token"), (
+            (name, *(f"{value:,}" for value in astuple(costs))) for name, costs in rows.items())), end="\n\n")
     if png is not None:
         draw(png)
 

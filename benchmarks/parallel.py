@@ -14,12 +14,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pandas as pd
 import tyro
 
 from eval.results import read_lines
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 LOSS, NORM = "loss_metrics/global_avg_loss", "grad_norm"
 GLOBAL_BATCH, SEQ_LEN = 4, 128
 BOUND = 1e-6
+DIFFERENCES = ["loss_difference", "norm_difference"]
 
 
 @dataclass(frozen=True)
@@ -112,18 +114,6 @@ LAYOUTS = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One layout's last loss and gradient norm, and the largest relative differences to its reference over all steps."""
-
-    layout: Layout
-    steps: int
-    loss: float
-    norm: float
-    loss_difference: float
-    norm_difference: float
-
-
 def launch(layouts: Sequence[Layout], steps: int, out: Path, module: str = "benchmarks.parallel") -> None:
     """
     Run `python -m MODULE work JOBS`, once for all layouts with the same number of processes.
@@ -144,32 +134,36 @@ def launch(layouts: Sequence[Layout], steps: int, out: Path, module: str = "benc
             raise RuntimeError(f"training on {ranks} processes failed:\n{done.stdout[-20000:]}")
 
 
-def run(layouts: Iterable[Layout], steps: int, out: Path) -> list[Row]:
+def run(layouts: Sequence[Layout], steps: int, out: Path) -> pd.DataFrame:
     """
-    Train in every layout, and compare each with its reference.
+    Train in every layout: by name its last loss and gradient norm, and the largest relative differences to its reference over
+    all steps.
 
     Raises:
         RuntimeError: a run failed.
     """
-    layouts = list(layouts)
     launch(layouts, steps, out)
-    curves = {layout.name: read_lines(out / layout.name / "metrics.jsonl") for layout in layouts}
-    rows = []
+    curves = {layout.name: pd.DataFrame(read_lines(out / layout.name / "metrics.jsonl"))[[LOSS, NORM]] for layout in layouts}
+    rows = {}
     for layout in layouts:
         curve, reference = curves[layout.name], curves[layout.like]
         if not len(curve) == len(reference) == steps:
             raise RuntimeError(f"{layout.name}: expected {steps} steps in metrics.jsonl, but got {len(curve)}")
-        loss, norm = (max(abs(a[key] / b[key] - 1) for a, b in zip(curve, reference, strict=True)) for key in (LOSS, NORM))
-        rows.append(Row(layout, steps, curve[-1][LOSS], curve[-1][NORM], loss, norm))
-    return rows
+        rows[layout.name] = *curve.iloc[-1], *(curve / reference - 1).abs().max(skipna=False)
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["loss", "norm", *DIFFERENCES])
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: pd.DataFrame, steps: int) -> str:
     """The rows in Markdown."""
     return markdown(
-        ("layout", f"loss, step {rows[0].steps}", "gradient norm", "largest relative difference: loss", "gradient norm"),
-        ((row.layout.name, f"{row.loss:.7f}", f"{row.norm:.7f}", f"{row.loss_difference:.1e}", f"{row.norm_difference:.1e}")
-         for row in rows))
+        ("layout", f"loss, step {steps}", "gradient norm", "largest relative difference: loss", "gradient norm"),
+        ((row.Index, f"{row.loss:.7f}", f"{row.norm:.7f}", f"{row.loss_difference:.1e}", f"{row.norm_difference:.1e}")
+         for row in rows.itertuples()))
+
+
+def far(rows: pd.DataFrame) -> list[str]:
+    """Names of the layouts that do not train like their reference."""
+    return list(rows.index[~(rows[DIFFERENCES] <= BOUND).all(axis=1)])
 
 
 def steps_of(jobs: Path) -> Iterator[tuple["Trainer", Callable[[], None]]]:
@@ -201,8 +195,8 @@ def main(steps: int = 20, out: Path | None = None) -> None:
         folder = out or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         rows = run(LAYOUTS, steps, folder)
-    print(table(rows))
-    if worst := [row.layout.name for row in rows if max(row.loss_difference, row.norm_difference) > BOUND]:
+    print(table(rows, steps))
+    if worst := far(rows):
         sys.exit(f"more than {BOUND} away from one process: {', '.join(worst)}")
 
 

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -38,20 +38,8 @@ OPS: dict[str, Callable[..., torch.Tensor]] = {
 }
 # tensors of the inputs' size that a pass must move
 TENSORS = {("linear_scan", FORWARD): 3, ("linear_scan", BOTH): 8, ("chunk_harmonic", FORWARD): 3, ("chunk_harmonic", BOTH): 9}
-
-
-class Row(NamedTuple):
-    """One timed pass: its time over its bound's, its time per token, and how many times longer the python loop takes."""
-
-    B: int
-    T: int
-    D: int
-    op: str
-    backend: str
-    direction: str
-    over_bound: float
-    ns_per_token: float
-    loop_over_it: float | None
+# a timed pass: its time over its bound's, its time per token, and how many times longer the python loop takes
+COLUMNS = ["B", "T", "D", "op", "backend", "direction", "over_bound", "ns_per_token", "loop_over_it"]
 
 
 def check(backends: list[str], device: str, dtype: torch.dtype) -> None:
@@ -85,8 +73,8 @@ def python_loop(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def measure(size: tuple[int, int, int], backends: list[str], device: str, dtype: torch.dtype, rounds: int) -> list[Row]:
-    """The rows of one size."""
+def measure(size: tuple[int, int, int], backends: list[str], device: str, dtype: torch.dtype, rounds: int) -> list[tuple]:
+    """The `COLUMNS` of every timed pass of one size."""
     a, b, grad = (x.to(device, dtype) for x in (-torch.rand(size), torch.randn(size), torch.randn(size)))
     out = torch.empty_like(a)
     a_grad, b_grad = a.clone().requires_grad_(), b.clone().requires_grad_()
@@ -113,8 +101,8 @@ def measure(size: tuple[int, int, int], backends: list[str], device: str, dtype:
     rows = []
     for (name, backend, direction), timed in times.items():
         elapsed, ratio = map(statistics.median, zip(*timed, strict=True))
-        rows.append(Row(*size, name, backend, direction, ratio, elapsed / (size[0] * size[1]) * 1e9,
-                        loop / elapsed if direction == FORWARD else None))
+        rows.append((*size, name, backend, direction, ratio, elapsed / (size[0] * size[1]) * 1e9,
+                     loop / elapsed if direction == FORWARD else None))
     return rows
 
 
@@ -171,9 +159,9 @@ def main(
         measured = measure(size, timed, device, kind, rounds)
         rows += measured
         print(markdown(("B", "T", "D", "op", "backend", "pass", "over bound", "ns/token", "loop over it"), (
-            (*row[:6], f"{row.over_bound:.2f}", f"{row.ns_per_token:.1f}",
-             "" if row.loop_over_it is None else f"{row.loop_over_it:.1f}") for row in measured)), flush=True)
-    frame = pd.DataFrame(rows)
+            (*key, f"{ratio:.2f}", f"{ns:.1f}", "" if loop is None else f"{loop:.1f}")
+            for *key, ratio, ns, loop in measured)), flush=True)
+    frame = pd.DataFrame(rows, columns=COLUMNS)
     if csv is not None:
         frame.to_csv(csv, index=False, lineterminator="\r\n")
     if png is not None:

@@ -152,7 +152,7 @@ class HallamonicModel(HallamonicPreTrainedModel):
         inputs: Any = input_ids if inputs_embeds is None else inputs_embeds
         B, T = inputs.shape[:2]
         position_ids = kwargs.get("position_ids")
-        cu_seqlens = _documents(kwargs, B, T, attention_mask, past)
+        cu_seqlens = document_borders(kwargs, B, T, _padding(attention_mask), 0 if past is None else past.get_seq_length())
         if cu_seqlens is not None:
             if past is not None and not self.config.all_harmonic:
                 raise ValueError(
@@ -218,9 +218,9 @@ class HallamonicForCausalLM(HallamonicModel, GenerationMixin):
         """
         if labels is not None:
             inputs: Any = input_ids if inputs_embeds is None else inputs_embeds
-            past, (B, T) = past_key_values if cache is None else cache, inputs.shape[:2]
-            cu_seqlens = _documents(dict(kwargs), B, T, attention_mask, past)
-            labels = labels_within_documents(labels, B, T, _padding(attention_mask), cu_seqlens, -100)
+            past, (B, T), mask = past_key_values if cache is None else cache, inputs.shape[:2], _padding(attention_mask)
+            cu_seqlens = document_borders(dict(kwargs), B, T, mask, 0 if past is None else past.get_seq_length())
+            labels = labels_within_documents(labels, B, T, mask, cu_seqlens, -100)
         outputs = super().forward(input_ids, attention_mask, inputs_embeds, past_key_values, cache, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(cast(torch.Tensor, outputs.last_hidden_state)[:, kept, :])
@@ -236,12 +236,6 @@ class HallamonicForCausalLM(HallamonicModel, GenerationMixin):
 def _padding(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
     # attention layers alone take masks of other kinds too
     return attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
-
-
-def _documents(
-    options: dict[str, Any], batch: int, tokens: int, attention_mask: torch.Tensor | None, past: DynamicCache | None,
-) -> torch.Tensor | None:
-    return document_borders(options, batch, tokens, _padding(attention_mask), past)
 
 
 def positions_in_documents(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -48,19 +48,16 @@ def load_documents(
     name = dataset.lower()
     if name not in DATASETS:
         raise ValueError(f"expected [training] dataset to be one of {', '.join(DATASETS)}, got {dataset!r}")
+    if bool(path) is (name == "novels"):
+        wanted = {"novels": "ships with the package and takes no path (dataset = 'text' reads a file of yours)",
+                  "hub": "needs the name of a hub dataset or a local folder"}.get(name, "needs a local file")
+        raise ValueError(f"dataset {name!r} {wanted}, got [training] dataset_path {path!r}")
+    file = Path(path or "").expanduser()
     if name == "novels":
-        if path:
-            raise ValueError(
-                f"dataset 'novels' ships with the package and takes no path, got dataset_path {str(path)!r}: "
-                "leave dataset_path out, or read that file with dataset = 'text'"
-            )
         documents = [(files("fla_harmonic") / "assets" / novel).read_bytes() for novel in NOVELS]
-    elif not path:
-        wanted = "the name of a hub dataset or a local folder" if name == "hub" else "a local file"
-        raise ValueError(f"dataset {name!r} needs {wanted} in [training] dataset_path, got {path!r}")
     elif name == "hub":
         documents = list(_hub_documents(str(path), text_field, hub_config, hub_split))
-    elif not (file := Path(path).expanduser()).is_file():
+    elif not file.is_file():
         raise FileNotFoundError(
             f"dataset {name!r}: expected a file at {str(file)!r} (from {str(Path.cwd())!r}), but there is "
             f"{'a folder' if file.is_dir() else 'nothing'}; correct [training] dataset_path"
@@ -192,9 +189,9 @@ def _hub_documents(path: str, field: str, config: str, split: str) -> Iterator[b
     try:
         rows = load_dataset(path, name=config or None, split=split)
     except (FileNotFoundError, ConnectionError, ValueError) as error:
-        remedy = "check [training] dataset_path, [data] hub_config and hub_split, and the connection to the hub"
         kind = ValueError if isinstance(error, ValueError) else FileNotFoundError
-        raise kind(f"{where} cannot be read: {error}; {remedy}") from error
+        raise kind(f"{where} cannot be read: {error}; check [training] dataset_path, [data] hub_config and hub_split, and the "
+                   "connection to the hub") from error
     if field in rows.column_names:
         # decoding the others, such as images, costs time
         rows = rows.select_columns([field])

@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from benchmarks.parallel import BOUND, LAYOUTS, ROOT, Layout, Row, run, table
+from benchmarks.parallel import LAYOUTS, ROOT, Layout, far, run, table
 
 STEPS = 3
 # beyond the table of `python -m benchmarks.parallel`: kinds that go wrong each in a way of its own
@@ -42,9 +43,8 @@ MORE = (
 )
 
 
-def check(rows: list[Row]) -> None:
-    far = [row for row in rows if not max(row.loss_difference, row.norm_difference) <= BOUND]
-    assert not far, table(rows)
+def check(rows: pd.DataFrame) -> None:
+    assert not far(rows), table(rows, STEPS)
 
 
 def packed(path: Path) -> list[Layout]:
@@ -68,5 +68,5 @@ def packed(path: Path) -> list[Layout]:
 @pytest.mark.slow
 def test_every_layout_trains_like_one_process(tmp_path: Path) -> None:
     rows = run((*LAYOUTS, *MORE, *packed(tmp_path / "documents.jsonl")), STEPS, tmp_path)
-    print(table(rows))
+    print(table(rows, STEPS))
     check(rows)
