@@ -18,7 +18,16 @@ from fla.modules import activations
 from fla.modules.causal_conv1d import ops as conv_kernels
 from fla.modules.norm import layernorm
 from fla.ops.hgrn import chunk, fused_recurrent
-from scans import FLOAT32_BOUND, SCANS, Problem, assert_equals_oracle, outputs_and_gradients, relative_error
+from scans import (
+    FLOAT32_BOUND,
+    SCANS,
+    Problem,
+    assert_document_stays_alone,
+    assert_equals_oracle,
+    outputs_and_gradients,
+    poisoned,
+    relative_error,
+)
 
 from fla_harmonic.modules import GatedMLP, RMSNorm, ShortConvolution
 from fla_harmonic.ops.harmonic import chunk as kernels
@@ -105,6 +114,29 @@ def test_kernels_keep_documents_apart(name: str, backend: str) -> None:
     for gradient in torch.autograd.grad(before[:, 21:].square().sum(), (first, second)):
         assert not gradient[:, :21].any()
         assert gradient[:, 21:].any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@backends
+@scans
+def test_one_document_that_is_not_finite_leaves_the_others_bit_equal(name: str, backend: str, value: float) -> None:
+    # with chunks of 16 tokens in tiles of 8: borders within a tile, between two, between chunks, and a chunk passed over
+    problem = Problem(1, 57, 2, (5, 3, 0, 8, 33, 8))
+    for n in (0, 4):
+        assert_document_stays_alone(SCANS[name], problem, n, poisoned(SCANS[name], problem, n, value), backend=backend)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@backends
+@scans
+def test_what_stands_at_a_masked_token_does_not_matter(name: str, backend: str, value: float) -> None:
+    scan, problem = SCANS[name], Problem(2, 33, 3, masked=True)
+    inputs = problem.inputs(scan)
+    masked = ~problem.mask
+    other = [*(x.masked_fill(masked[..., None], value) for x in inputs[:2]), inputs[2]]
+    before, after = (
+        outputs_and_gradients(scan.run, x, torch.float32, mask=problem.mask, backend=backend) for x in (inputs, other))
+    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

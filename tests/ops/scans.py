@@ -1,6 +1,6 @@
 """The scans under test, each beside its float64 oracle, and how to compare the two."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -145,3 +145,32 @@ def assert_equals_oracle(
     errors = {name: relative_error(actual[name], expected[name], scales.get(name, 0.0)) for name in expected}
     assert all(x.dtype == dtype for x in actual.values())
     assert max(errors.values()) <= bound, errors
+
+
+def assert_document_stays_alone(
+    scan: Scan, problem: Problem, n: int, others: Iterable[list[torch.Tensor]], **options: object,
+) -> None:
+    """Inputs `others` that differ in document n leave outputs and gradients of all other documents equal to the last bit."""
+    options = dict(options, cu_seqlens=problem.cu_seqlens, mask=problem.mask)
+    before = outputs_and_gradients(scan.run, problem.inputs(scan), torch.float32, **options)
+    begin, end = problem.cu_seqlens[n:n + 2].tolist()
+    for other in others:
+        after = outputs_and_gradients(scan.run, other, torch.float32, **options)
+        for key in before:
+            per_token = before[key].ndim == 3
+            kept = torch.ones(problem.T if per_token else len(problem.lengths), dtype=torch.bool)
+            kept[slice(begin, end) if per_token else n] = False
+            x, y = (values[0] if per_token else values for values in (before[key], after[key]))
+            assert torch.equal(x[kept], y[kept]), key
+
+
+def poisoned(scan: Scan, problem: Problem, n: int, value: float) -> Iterator[list[torch.Tensor]]:
+    """The inputs with the value in document n: in its logits, each on its own, and in its initial state."""
+    begin, end = problem.cu_seqlens[n:n + 2].tolist()
+    for which in range(3):
+        inputs = [x.clone() for x in problem.inputs(scan)]
+        if which < 2:
+            inputs[which][:, (begin + end) // 2:end] = value
+        else:
+            inputs[2][n] = value
+        yield inputs

@@ -1,4 +1,5 @@
 import itertools
+import math
 import os
 import random
 import tempfile
@@ -76,6 +77,32 @@ def check_one_sequence(B: int, length: int, D: int, seed: int, decay_range: tupl
         torch.testing.assert_close(a, piece(e), rtol=1e-11, atol=1e-13)
 
 
+def check_document_that_is_not_finite() -> None:
+    # documents within a piece, over a border of pieces and over a whole piece; one at a time is not finite
+    length, D = 12, 3
+    T = RANKS * length
+    ends = torch.tensor([[5, 8, 30], [12, 24, 31]])
+    ids = (torch.arange(T) >= ends[..., None]).sum(1)
+    context, cu_seqlens = build_cp_context(dist.group.WORLD, ids, length)
+    generator = torch.Generator().manual_seed(0)
+    u, v, weight = torch.randn(3, 2, T, D, generator=generator)
+
+    def run(u: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        local = [piece(x).reshape(1, -1, D).requires_grad_() for x in (u, v)]
+        h = cp_chunk_harmonic(local[0], local[1], (0.5, 0.9), context, cu_seqlens)
+        return [h, *torch.autograd.grad((h * piece(weight).reshape(h.shape)).sum(), local)]
+
+    clean = run(u, v)
+    for document, row, which, value in itertools.product(range(4), range(2), range(2), (math.nan, math.inf)):
+        poison = ids == document
+        poison[1 - row] = False
+        inputs = [u, v]
+        inputs[which] = inputs[which].masked_fill(poison[..., None], value)
+        kept = ~piece(poison).flatten()
+        for before, after in zip(clean, run(*inputs), strict=True):
+            assert torch.equal(before[0, kept], after[0, kept])
+
+
 def check_float32_of_a_long_sequence() -> None:
     generator = torch.Generator().manual_seed(0)
     u, v, weight = torch.randn(3, 1, RANKS * 3000, 8, generator=generator)
@@ -114,6 +141,7 @@ def check_everything() -> None:
     for seed in range(40):
         length = draw.choice((1, 2, draw.randint(3, 70)))
         check_one_sequence(draw.randint(1, 3), length, draw.randint(1, 5), seed, draw.choice(RANGES), bool(seed % 2))
+    check_document_that_is_not_finite()
     check_float32_of_a_long_sequence()
     check_layer()
 

@@ -1,10 +1,19 @@
+import math
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scans import BACKENDS, FLOAT32_BOUND, SCANS, Problem, outputs_and_gradients, relative_error
+from scans import (
+    BACKENDS,
+    FLOAT32_BOUND,
+    SCANS,
+    Problem,
+    assert_document_stays_alone,
+    poisoned,
+    relative_error,
+)
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
 scans = pytest.mark.parametrize("name", SCANS)
@@ -18,23 +27,24 @@ def test_editing_one_document_leaves_the_others_bit_equal(
     name: str, backend: str, lengths: list[int], seed: int, data: st.DataObject,
 ) -> None:
     problem = Problem(1, sum(lengths), 7, tuple(lengths), seed=seed)
-    inputs = problem.inputs(SCANS[name])
     edited = data.draw(st.integers(0, len(lengths) - 1))
     begin, end = (int(border) for border in problem.cu_seqlens[edited:edited + 2])
-    other = [x.clone() for x in inputs]
+    other = [x.clone() for x in problem.inputs(SCANS[name])]
     for x in other[:2]:
         x[:, begin:end] *= 3
     other[2][edited] += 1
+    assert_document_stays_alone(SCANS[name], problem, edited, [other], backend=backend)
 
-    options = dict(cu_seqlens=problem.cu_seqlens, mask=problem.mask, backend=backend)
-    before = outputs_and_gradients(SCANS[name].run, inputs, torch.float32, **options)
-    after = outputs_and_gradients(SCANS[name].run, other, torch.float32, **options)
-    for key in before:
-        per_token = before[key].ndim == 3
-        kept = torch.ones(problem.T if per_token else len(lengths), dtype=torch.bool)
-        kept[slice(begin, end) if per_token else edited] = False
-        x, y = (values[0] if per_token else values for values in (before[key], after[key]))
-        assert torch.equal(x[kept], y[kept]), key
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@backends
+@scans
+def test_one_document_that_is_not_finite_leaves_the_others_bit_equal(name: str, backend: str, value: float) -> None:
+    # chunks of 8 tokens: borders within one, between two, several in one, and documents over several
+    problem = Problem(1, 101, 5, (3, 0, 40, 8, 5, 1, 30, 14))
+    for n, length in enumerate(problem.lengths):
+        if length:
+            assert_document_stays_alone(SCANS[name], problem, n, poisoned(SCANS[name], problem, n, value), backend=backend)
 
 
 @backends

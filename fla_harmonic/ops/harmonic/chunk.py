@@ -39,12 +39,18 @@ CHUNK_TILE = 32
 
 
 @triton.jit
+def _apply(c, x, h):
+    """`(1 - c) h + x`; at c = 1 h does not matter, even if it is NaN or infinite."""
+    return tl.where(c == 1.0, 0.0, h - c * h) + x
+
+
+@triton.jit
 def _compose(c_first, x_first, c_second, x_second):
     """The map `h -> (1 - c) h + x` of the first step followed by the second."""
     c = c_first + c_second - c_first * c_second
     # a step that forgets stays one to the last bit
     c = tl.where((c_first == 1.0) | (c_second == 1.0), 1.0, c)
-    return c, x_first - c_second * x_first + x_second
+    return c, tl.where(c_second == 1.0, x_second, x_first - c_second * x_first + x_second)
 
 
 @triton.jit
@@ -106,7 +112,7 @@ def carry_kernel(
         c = tl.load(chunk_c + row[:, None] * D + o_d[None, :], mask=m, other=0.0)
         x = tl.load(chunk_x + row[:, None] * D + o_d[None, :], mask=m, other=0.0)
         c, x = tl.associative_scan((c, x), 0, _compose)
-        reached = h[None, :] - c * h[None, :] + x
+        reached = _apply(c, x, h[None, :])
         following = row - 1 if REVERSE else row + 1
         m = ((k + 1) < chunks)[:, None] & in_d
         tl.store(entering + following[:, None] * D + o_d[None, :], reached, mask=m)
@@ -128,7 +134,7 @@ def forward_output_kernel(
         t = i_c * CHUNK + i + tl.arange(0, TILE)
         c, x = _load_maps(a, b, state, first, kept, t, o_d, tokens, D, q_min, width, IS_HARMONIC, HAS_MASK)
         c, x = tl.associative_scan((c, x), 0, _compose)
-        h = h_in[None, :] - c * h_in[None, :] + x
+        h = _apply(c, x, h_in[None, :])
         tl.store(h_out + t[:, None] * D + o_d[None, :], h.to(h_out.dtype.element_ty), mask=(t < tokens)[:, None] & in_d)
         sequence = tl.load(last + t, mask=t < tokens, other=-1).to(tl.int64)
         tl.store(final + sequence[:, None] * D + o_d[None, :], h, mask=(sequence >= 0)[:, None] & in_d)
@@ -189,7 +195,7 @@ def backward_output_kernel(
         cut = (tl.load(first + t + 1, mask=t + 1 < tokens, other=-1) >= 0) & (t + 1 < stop)
         after = tl.where((t + 1 < stop)[:, None], tl.where(cut[:, None], 1.0, after), 0.0)
         c, s = tl.associative_scan((after, _load_grad(dh, dfinal, last, t, o_d, tokens, D)), 0, _compose)
-        s = s_in[None, :] - c * s_in[None, :] + s
+        s = _apply(c, s, s_in[None, :])
         s_in = _row(s, TILE - 1, TILE)
 
         q, slope, value, rise, live = load_gates(a, b, kept, t, o_d, tokens, D, q_min, width, IS_HARMONIC, HAS_MASK, True)

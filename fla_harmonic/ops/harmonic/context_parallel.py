@@ -159,11 +159,11 @@ def _cp_scan(
     decay = _piece_decay(rows, decay_range)
     if enters is not None:
         # where a document begins within the piece, or with it, nothing passes
-        decay = decay * (enters & (first == last)).unsqueeze(1)
+        decay = torch.where((enters & (first == last)).unsqueeze(1), decay, 0.0)
     maps = _all_gather(torch.stack([decay, reached if last is None else reached[last]]), group_name, size)
     state = torch.zeros_like(decay)
     for piece in maps[:rank]:
-        state = torch.addcmul(piece[1], piece[0], state)
+        state = _apply(piece[0], piece[1], state)
     initial = _per_document(state, reached, first, enters)
     h, _ = op.harmonic_scan(u, v, initial, cu_seqlens, None, *options)
     return h, initial, maps[:, 0].clone()
@@ -190,11 +190,11 @@ def _cp_scan_backward(
     options = (decay_range, backend, False)
     *_, dinitial = op.harmonic_scan_backward(u, v, h, initial, cu_seqlens, None, dh, None, *options)
     # the gradient that reaches a piece's entering state from the piece itself; later pieces add theirs, decayed
-    own = dinitial if enters is None else dinitial[first] * enters.unsqueeze(1)
+    own = dinitial if enters is None else torch.where(enters.unsqueeze(1), dinitial[first], 0.0)
     grads = _all_gather(own, group_name, size)
     dstate = torch.zeros_like(own)
     for later in range(size - 1, rank, -1):
-        dstate = torch.addcmul(grads[later], decays[later], dstate)
+        dstate = _apply(decays[later], grads[later], dstate)
     dfinal = _per_document(dstate, dinitial, last, None)
     du, dv, _ = op.harmonic_scan_backward(u, v, h, initial, cu_seqlens, None, dh, dfinal, *options)
     return du, dv
@@ -275,6 +275,11 @@ def _all_gather(x: torch.Tensor, group_name: str, size: int) -> torch.Tensor:
     return gathered.view(size, *x.shape)
 
 
+def _apply(decay: torch.Tensor, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    # by selection: a product with zero would keep NaN
+    return torch.addcmul(x, decay, torch.where(decay == 0, 0.0, state))
+
+
 def _piece_decay(u: torch.Tensor, decay_range: Sequence[float]) -> torch.Tensor:
     """Product of the decays of `[B, T, D]` over its tokens, `[B, D]`; as a sum of logarithms, each with all its bits."""
     (a_min, a_max), dtype = decay_range, op.state_dtype(u.dtype)
@@ -294,5 +299,5 @@ def _per_document(
     """Values of the rows `[B, D]` at their documents among `[N, D]`, zero for every other document."""
     if documents is None:
         return rows
-    rows = rows if kept is None else rows * kept.unsqueeze(1)
+    rows = rows if kept is None else torch.where(kept.unsqueeze(1), rows, 0.0)
     return torch.zeros_like(like).index_copy(0, documents, rows)

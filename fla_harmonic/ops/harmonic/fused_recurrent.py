@@ -43,6 +43,9 @@ def load_gates(
 ):
     """Gates of the tokens t `[TILE]`; tokens out of range and masked ones leave the state as it is (c = 0)."""
     inside = (t >= 0) & (t < tokens)
+    if HAS_MASK:
+        # what stands at a masked token is not read: it may be NaN
+        inside = inside & (tl.load(kept + t, mask=inside, other=0) != 0)
     m = inside[:, None] & (o_d < D)[None, :]
     offset = t[:, None] * D + o_d[None, :]
     b_a = tl.load(a + offset, mask=m, other=0.0).to(tl.float32)
@@ -51,8 +54,6 @@ def load_gates(
     else:
         b_b = b_a
     c, slope, value, rise = _gates(b_a, b_b, q_min, width, IS_HARMONIC)
-    if HAS_MASK:
-        inside = inside & (tl.load(kept + t, mask=inside, other=0) != 0)
     c = tl.where(inside[:, None], c, 0.0)
     return c, slope, value, rise, inside
 

@@ -41,5 +41,5 @@ def warn_slow_path() -> None:
 
 BACKENDS["numba"] = Backend(
     _serves_numba, lambda *args: numba_scan.forward(*args), lambda *args: numba_scan.backward(*args))
-BACKENDS["fla"] = dense_backend(serves_triton, fla_scan.forward, fla_scan.reverse)
-BACKENDS["torch"] = dense_backend(lambda x: True, torch_scan.forward, torch_scan.reverse)
+BACKENDS["fla"] = dense_backend(serves_triton, fla_scan.scan)
+BACKENDS["torch"] = dense_backend(lambda x: True, torch_scan.scan)

@@ -14,8 +14,9 @@ import torch
 from fla_harmonic.ops.harmonic.naive import harmonic_gates
 from fla_harmonic.ops.harmonic.op import Backend
 
-# (gate, input, state, is_complement, recurrent) -> (states, last state), over [B, T, D] and [B, D]
-Scan = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, bool], tuple[torch.Tensor, torch.Tensor]]
+# (gate, input, state, is_complement, recurrent, borders, backwards) -> (states, last state), over [B, T, D] and [B, D]
+Scan = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, bool, bool, torch.Tensor | None, bool], tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Packing(NamedTuple):
@@ -25,9 +26,9 @@ class _Packing(NamedTuple):
     last: torch.Tensor
 
 
-def dense_backend(serves: Callable[[torch.Tensor], bool], forward: Scan, reverse: Scan) -> Backend:
-    """A backend of the scan `forward` and its adjoint `reverse`, as in `torch_scan`."""
-    return Backend(serves, partial(_forward, forward), partial(_backward, reverse))
+def dense_backend(serves: Callable[[torch.Tensor], bool], scan: Scan) -> Backend:
+    """A backend of a scan and its adjoint, as `torch_scan.scan`."""
+    return Backend(serves, partial(_forward, scan), partial(_backward, scan))
 
 
 def _forward(
@@ -44,7 +45,7 @@ def _forward(
     gate, x = _gates(a, b, kept, decay_range, state.dtype)
     is_complement = decay_range is not None
     if not packed:
-        h, final = scan(_batch(gate, state), _batch(x, state), state, is_complement, recurrent)
+        h, final = scan(_batch(gate, state), _batch(x, state), state, is_complement, recurrent, None, False)
         return h.flatten(0, 1).to(a.dtype), final
     documents, first, last = _packing(offsets)
     if is_complement:
@@ -52,12 +53,12 @@ def _forward(
     else:
         x = x.index_put((first,), gate[first] * state[documents], accumulate=True)
     gate[first] = float(is_complement)
-    h, _ = scan(gate[None], x[None], torch.zeros_like(state[:1]), is_complement, recurrent)
+    h, _ = scan(gate[None], x[None], torch.zeros_like(state[:1]), is_complement, recurrent, offsets, False)
     return h[0].to(a.dtype), state.index_copy(0, documents, h[0, last])
 
 
 def _backward(
-    reverse: Scan,
+    scan: Scan,
     a: torch.Tensor,
     b: torch.Tensor,
     h: torch.Tensor,
@@ -80,11 +81,12 @@ def _backward(
         entry = 1 - gate[first] if is_complement else gate[first]
         closed = gate.index_fill(0, first, float(is_complement))
         dh = dh.index_put((last,), dfinal[documents], accumulate=True)
-        ds = reverse(closed[None], dh[None], torch.zeros_like(dfinal[:1]), is_complement, recurrent)[0][0]
+        ds, _ = scan(closed[None], dh[None], torch.zeros_like(dfinal[:1]), is_complement, recurrent, offsets, True)
+        ds = ds[0]
         dstate = dfinal.index_copy(0, documents, entry * ds[first])
     else:
         _batch(before, state)[:, 0] = state
-        ds, dstate = reverse(_batch(gate, state), _batch(dh, state), dfinal, is_complement, recurrent)
+        ds, dstate = scan(_batch(gate, state), _batch(dh, state), dfinal, is_complement, recurrent, None, True)
         ds = ds.flatten(0, 1)
     if decay_range is None:
         da, db = ds * gate * before, ds
