@@ -8,13 +8,14 @@ import torch.nn as nn
 from fla.models.cache_utils import FLALayer
 from fla.models.utils import Cache
 from transformers import MODEL_MAPPING, DynamicCache, PreTrainedModel
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from fla_harmonic.hallamonic.configuration_hallamonic import HallamonicConfig
 from fla_harmonic.layers import HarmonicAttention
 from fla_harmonic.layers.harmonic import Timescale
+from fla_harmonic.models.generation_utils import check_not_assisted
 from fla_harmonic.models.packing import document_borders, labels_within_documents
 from fla_harmonic.modules import padding_mask
 
@@ -190,6 +191,18 @@ class HallamonicForCausalLM(HallamonicModel, GenerationMixin):
         super().__init__(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """transformers' own, without assistants where a layer has a state."""
+        if self.config.harmonic_layers:
+            check_not_assisted(self, generation_config, kwargs)
+        return super().generate(inputs, generation_config, *args, **kwargs)
 
     @can_return_tuple
     def forward(  # type: ignore[override]

@@ -131,7 +131,7 @@ def test_decoding_that_rolls_states_back_is_refused() -> None:
         lm = model("llama", layers)
         options = dict(max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=2)
         if refused:
-            with pytest.raises(ValueError, match="not supported with stateful models"):
+            with pytest.raises(ValueError, match=r"`prompt_lookup_num_tokens`. is not supported with HallamonicForCausalLM"):
                 lm.generate(tokens(1, 9), **options)
         else:
             lm.generate(tokens(1, 9), **options)

@@ -8,7 +8,7 @@ from fla.models.utils import Cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import assert_same_cache, model, nets, tokens
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from fla_harmonic import HarmonicForCausalLM
 
@@ -167,12 +167,21 @@ def test_other_cache_implementations_are_not_used(implementation: str) -> None:
     assert torch.equal(out.sequences, lm.generate(x, **options))
 
 
-@pytest.mark.parametrize("options", [{"assistant_model": True}, {"prompt_lookup_num_tokens": 2}], ids=["assistant", "lookup"])
-def test_decoding_that_rolls_the_state_back_is_refused(options: dict[str, Any]) -> None:
-    lm = model("stack")
-    options = {name: lm if value is True else value for name, value in options.items()}
-    with pytest.raises(ValueError, match="not supported with stateful models"):
-        lm.generate(tokens(1, 5), max_new_tokens=4, **options)
+@pytest.mark.parametrize("option", ["assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp"])
+@pytest.mark.parametrize("place", ["arguments", "config", "model"])
+def test_decoding_that_rolls_the_state_back_is_refused(option: str, place: str) -> None:
+    lm, x, options = model("stack"), tokens(1, 5), {}
+    if option == "assistant_model":
+        options = {option: lm}
+    elif place == "arguments":
+        options = {option: 2}
+    elif place == "config":
+        options = {"generation_config": GenerationConfig(max_new_tokens=4)}
+        setattr(options["generation_config"], option, 2)
+    else:
+        setattr(lm.generation_config, option, 2)
+    with pytest.raises(ValueError, match=f"assisted generation .`{option}`. is not supported .*state.*Leave `{option}` out"):
+        lm.generate(x, max_new_tokens=4, **options)
 
 
 @pytest.mark.parametrize("make", [lambda lm, x: DynamicCache(), lambda lm, x: lm(x, use_cache=True).cache.to_legacy_cache()],

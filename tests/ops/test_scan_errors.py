@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fla_harmonic.ops.harmonic import backends, chunk_harmonic, fused_recurrent_harmonic, linear_scan
+from fla_harmonic.ops.harmonic.naive import naive_linear_scan, naive_recurrent_harmonic
 
 
 def logits(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -86,3 +87,75 @@ def test_wrong_borders_are_refused_in_a_compiled_block_too(borders: list[int]) -
     u, v = torch.randn(2, 1, 10, 2)
     with pytest.raises(ValueError, match="must rise from 0"):
         torch.compile(block, fullgraph=True, backend="aot_eager")(u, v, torch.tensor(borders))
+
+
+def chunk(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return chunk_harmonic(u, v, (0.1, 0.9))[0]
+
+
+def fused(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return fused_recurrent_harmonic(u, v, (0.1, 0.9))[0]
+
+
+def bare(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return linear_scan(-u.square(), v)[0]
+
+
+def naive(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return naive_recurrent_harmonic(u, v, (0.1, 0.9))[0]
+
+
+def naive_bare(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return naive_linear_scan(-u.square(), v)[0]
+
+
+def dual(scan: Any, u: torch.Tensor, v: torch.Tensor) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        h = scan(torch.autograd.forward_ad.make_dual(u, torch.ones_like(u)), v)
+        return torch.autograd.forward_ad.unpack_dual(h).tangent
+
+
+TRANSFORMS: dict[str, Any] = {
+    "vmap": lambda scan, u, v: torch.func.vmap(scan)(u[None], v[None]),
+    "grad": lambda scan, u, v: torch.func.grad(lambda u: scan(u, v).square().sum())(u),
+    "jvp": lambda scan, u, v: torch.func.jvp(lambda u: scan(u, v), (u,), (torch.ones_like(u),))[1],
+    "jacrev": lambda scan, u, v: torch.func.jacrev(scan)(u, v),
+    "forward_ad": dual,
+}
+SCANS = [chunk, fused, bare]
+
+
+@pytest.mark.parametrize("scan", SCANS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_are_refused(transform: str, scan: Any) -> None:
+    u, v = torch.randn(2, 1, 4, 2)
+    kind = "forward-mode" if transform == "forward_ad" else "torch.func transforms"
+    with pytest.raises(RuntimeError, match=rf"{kind}.*not supported by the scans.*naive_recurrent_harmonic"):
+        TRANSFORMS[transform](scan, u, v)
+
+
+@pytest.mark.parametrize("scan", SCANS)
+def test_gradients_of_gradients_are_refused(scan: Any) -> None:
+    u, v = torch.randn(2, 1, 4, 2).requires_grad_().unbind()
+    grad, = torch.autograd.grad(scan(u, v).square().sum(), u, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated again .*create_graph.*naive_recurrent_harmonic"):
+        torch.autograd.grad(grad.square().sum(), u)
+    # the first ones are right
+    torch.testing.assert_close(grad, torch.autograd.grad(scan(u, v).square().sum(), u)[0])
+
+
+@pytest.mark.parametrize("scan", [naive, naive_bare])
+def test_what_errors_name_supports_all_of_it(scan: Any) -> None:
+    u, v = torch.randn(2, 1, 4, 2, dtype=torch.float64)
+    for transform in TRANSFORMS.values():
+        assert transform(scan, u, v).abs().sum() > 0
+    u, v = u.requires_grad_(), v.requires_grad_()
+    assert torch.autograd.gradcheck(scan, (u, v))
+    assert torch.autograd.gradgradcheck(scan, (u, v))
+
+
+def test_functional_call_is_no_transform() -> None:
+    u, v = torch.randn(2, 1, 4, 2)
+    layer = torch.nn.Module()
+    layer.forward = chunk  # type: ignore[method-assign]
+    assert torch.equal(torch.func.functional_call(layer, {}, (u, v)), chunk(u, v))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from fla_harmonic.ops.harmonic import op
-from fla_harmonic.ops.harmonic.op import check_decay_range, check_inputs, choose_backend
+from fla_harmonic.ops.harmonic.op import check_decay_range, check_inputs, choose_backend, refuse_double_backward
 
 # tokens whose log-decays are in memory at a time
 _SUMMED_AT_ONCE = 4096
@@ -229,6 +229,7 @@ def _grad(ctx, dh, dinitial, ddecays):
 
 
 _cp_scan.register_autograd(_grad, setup_context=_save)
+refuse_double_backward(_cp_scan_backward)
 
 
 @torch.library.custom_op("fla_harmonic::cp_tokens_before", mutates_args=())
@@ -266,6 +267,7 @@ def _tokens_grad(ctx, dtail):
 
 
 _tokens_before.register_autograd(_tokens_grad, setup_context=_save_tokens)
+refuse_double_backward(_tokens_before_backward)
 
 
 def _all_gather(x: torch.Tensor, group_name: str, size: int) -> torch.Tensor:

@@ -10,7 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
+_INSTEAD = (
+    "naive_recurrent_harmonic and naive_linear_scan (fla_harmonic.ops.harmonic.naive) take the same arguments, a token after "
+    "another, and support it")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -98,6 +102,7 @@ def check_inputs(
     mask: torch.Tensor | None,
 ) -> None:
     """Checks the tensors of a scan, all but the values of `cu_seqlens`, which the operator checks."""
+    check_transforms(first[1], second[1], initial_state)
     (name_a, a), (name_b, b) = first, second
     if a.ndim != 3:
         raise ValueError(f"`{name_a}` must have shape [B, T, D]; got {tuple(a.shape)}. Add the missing dimensions.")
@@ -136,6 +141,37 @@ def check_inputs(
             raise ValueError(
                 f"`mask` must hold 0 and 1 alone; got values from {low} to {high}. To number the documents of a packed row, "
                 "pass their borders as `cu_seqlens`.")
+
+
+def check_transforms(*tensors: torch.Tensor | None) -> None:
+    """
+    Refuses what an operator has no rule for: torch would return tangents of zero without a word, or loop over a mapped
+    dimension.
+
+    Raises:
+        RuntimeError: within a transform of `torch.func`, or if a tensor is a dual of forward-mode differentiation.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "torch.func transforms (vmap, grad, jvp, jacrev, ...) are not supported by the scans. For vmap, flatten the "
+            f"mapped dimension into the batch; for gradients use torch.autograd.grad; {_INSTEAD}.")
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(
+            "forward-mode differentiation (torch.autograd.forward_ad, jvp) is not supported by the scans. Use reverse mode; "
+            f"{_INSTEAD}.")
+
+
+def refuse_double_backward(backward: torch.library.CustomOpDef) -> None:
+    """Gives the backward pass of an operator a backward pass that says that there is none."""
+
+    def grad(ctx, *grads):
+        raise RuntimeError(
+            "the gradients of the scans cannot be differentiated again (create_graph=True, hessians, gradient penalties). Use "
+            f"create_graph=False where first gradients are enough; {_INSTEAD}.")
+
+    backward.register_autograd(grad)
 
 
 def harmonic(
@@ -286,6 +322,7 @@ def _define(name: str) -> tuple[torch.library.CustomOpDef, torch.library.CustomO
     backward.register_fake(lambda a, b, h, initial_state, cu_seqlens, *_: (
         a.new_empty(a.shape), a.new_empty(a.shape), empty_state(a, cu_seqlens)))
     scan.register_autograd(grad, setup_context=save)
+    refuse_double_backward(backward)
     return scan, backward
 
 
