@@ -38,7 +38,8 @@ _HEAD = """\
 # Results
 
 Written by `python -m eval.report` from the files in `{results}`, which the commands below left. Absolute times depend on the
-machine, ratios within a table less. Every model was audited for causality (`python -m eval.audit`) before it was scored.
+machine, ratios within a table less. Every model was audited for causality (`python -m eval.audit`) before it was scored. These
+runs are older than the audit of the scored windows themselves ([audit.md](audit.md)).
 """
 
 
