@@ -92,13 +92,8 @@ def cells(options: Options) -> list[list[Record]]:
 
 def run(cell: Record, options: Options) -> Record:
     """
-    Trains a cell in a process of its own.
-
-    Returns:
-        The cell with `peak_gib`, `seconds` (of the last step) and `failed`, which is empty, or says why there are no numbers.
-
-    Raises:
-        RuntimeError: the run failed for another reason than memory or time.
+    Trains a cell in a process of its own, and returns it with `peak_gib`, `seconds` (of the last step) and `failed`, which is
+    empty, or says why there are no numbers. A failure for another reason than memory or time is a RuntimeError.
     """
     folder = options.out / "run"
     shutil.rmtree(folder, ignore_errors=True)

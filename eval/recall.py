@@ -141,13 +141,7 @@ def accuracy(result: Record) -> tuple[float, float, float]:
 
 
 def run(options: Options) -> list[Record]:
-    """
-    The results of all cells, each with its `stage`: `"sweep"`, or `"best"` for those that count; what is missing is run.
-
-    Raises:
-        ValueError: a list of the study is empty or says something twice; see also `RecallCell.check`.
-        RuntimeError: a cell failed.
-    """
+    """The results of all cells, each with its `stage`: `"sweep"`, or `"best"` for those that count; what is missing is run."""
     check_different(options, ("models", "tasks", "seeds", "lrs", "mqar_tested", "passkey_distances"))
 
     def stage(title: str, planned: list[RecallCell]) -> list[Record]:

@@ -59,9 +59,6 @@ def audit(model: nn.Module, length: int = 264, bound: float = 1e-5, batch_size: 
     Tries a model, which is left as it was, on sequences of `length` tokens, `batch_size` splits at once: a Hugging Face causal
     language model, or any module from token ids `[B, T]` to logits `[B, T, V]` with an `nn.Embedding` of the tokens. `bound`
     is the change of a logit that rounding may cause, times the largest logit where that is above 1.
-
-    Raises:
-        ValueError: for a length below 2, or a model without an embedding.
     """
     if length < 2:
         raise ValueError(f"`length` must be at least 2, for a token after a split; got {length}.")
@@ -89,12 +86,7 @@ def audit(model: nn.Module, length: int = 264, bound: float = 1e-5, batch_size: 
 
 
 def check_causal(model: nn.Module, length: int = 264) -> Audit:
-    """
-    The audit of a model that is about to be scored.
-
-    Raises:
-        RuntimeError: the model reads the future, or its logits are not finite.
-    """
+    """The audit of a model that is about to be scored; a RuntimeError if it reads the future, or computes no numbers."""
     verdict = audit(model, length)
     if not verdict.causal:
         raise RuntimeError(

@@ -72,17 +72,8 @@ def measure(
 ) -> list[Growth]:
     """
     Peak memory and time per token of the Harmonic model in a directory, after several lengths. Each has a process of its own;
-    when all are there, they are timed in turn, so that a busy machine slows all alike.
-
-    Args:
-        mode (str):
-            `"stream"`: a text is scored in chunks; `"generate"`: tokens are generated one by one.
-        lengths (tuple[int, ...]):
-            Tokens before the measurement. Default: 1,000 and 100,000.
-        chunk_size (int):
-            Tokens of a chunk, and of a round of the timing. Default: 100.
-        rounds (int):
-            How often each is timed. Default: 51.
+    when all are there, they are timed in turn, a chunk at a time, so that a busy machine slows all alike. In the mode
+    `"stream"` a text is scored in chunks, in `"generate"` tokens are generated one by one.
 
     Raises:
         ValueError: for a length that chunks do not fill.

@@ -66,10 +66,7 @@ def label_of(directory: Path) -> str:
 def build(flavor: str, vocab_size: int | None = None, longest: int | None = None) -> PreTrainedModel:
     """
     The untrained Hugging Face model of a flavor, `family/flavor`, of the torchtitan plugin, in evaluation mode; with another
-    vocabulary, and another limit of a model with positions, where these are given.
-
-    Raises:
-        ValueError: if there is no such flavor.
+    vocabulary, and another limit of a model with positions, where these are given. A ValueError lists the flavors.
     """
     family, _, size = flavor.partition("/")
     if size not in FAMILIES.get(family, {}):

@@ -39,15 +39,8 @@ def score(
     targets: range | None = None, num_bytes: int | None = None,
 ) -> Score:
     """
-    The loss of a causal language model in evaluation mode, in float32, summed in float64.
-
-    Args:
-        stride (int, Optional):
-            Targets of a window, the last ones; see `eval.scoring.targets.windows`. Default: all of them.
-        targets (range, Optional):
-            Positions of the targets in the split. Default: every token but the first.
-        num_bytes (int, Optional):
-            UTF-8 bytes of the text of `targets`. Default: those of the whole split.
+    The loss of a causal language model in evaluation mode, in float32, summed in float64. `targets` are positions in the split
+    (by default all but the first), `num_bytes` the UTF-8 bytes of their text; for `stride` see `eval.scoring.targets.windows`.
 
     Raises:
         RuntimeError: the model is not causal.

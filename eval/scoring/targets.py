@@ -67,14 +67,8 @@ def target_losses(
 ) -> torch.Tensor:
     """
     Negative log-likelihoods in nats, float64 `[stop - first]` on the CPU, of the tokens `[first, stop)` of a text; see
-    `windows`, of which `batch_size` are computed at once, in float32, by `losses_of`.
-
-    Args:
-        progress (Callable[[int], None], Optional):
-            Called with the number of targets that were done. Default: `None`.
-
-    Raises:
-        ValueError: the text ends before the targets do; and see `windows`.
+    `windows`, of which `batch_size` are computed at once, in float32, by `losses_of`. `progress` is called with the number of
+    targets that were done. A ValueError if the text ends before the targets do.
     """
     if stop > len(tokens):
         raise ValueError(f"expected a text of at least {stop:,} tokens for its targets; got {len(tokens):,}. Ask for fewer "

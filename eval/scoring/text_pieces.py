@@ -33,12 +33,7 @@ class TextPieces:
         return self._digest.hexdigest()
 
     def skip(self, num_bytes: int, digest: str) -> None:
-        """
-        Leaves out the beginning of the file, of this length and SHA-256, which an earlier run has read.
-
-        Raises:
-            ValueError: the file begins otherwise.
-        """
+        """Leaves out the beginning, of this length and SHA-256, which an earlier run has read; a ValueError for another."""
         with open(self.path, "rb") as file:
             while self.num_bytes < num_bytes and (block := file.read(min(_BLOCK_BYTES, num_bytes - self.num_bytes))):
                 self._digest.update(block)

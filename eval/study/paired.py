@@ -34,11 +34,8 @@ def frame(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
 
 def paired(rows: pd.DataFrame, model: str, rival: str) -> pd.DataFrame:
     """
-    Differences `model - rival` of the test losses seed by seed, at each length.
-
-    Returns:
-        `seq_len`, `difference` (the mean), `low` and `high` (the 95% confidence interval of the paired t-test; NaN with one
-        seed), `seeds`, and `wins`: seeds in which the model is the lower one.
+    Differences `model - rival` of the test losses seed by seed, at each length: the mean, `low` and `high` (the 95% confidence
+    interval of the paired t-test; NaN with one seed), `seeds`, and `wins`: seeds in which the model is the lower one.
     """
     found = []
     losses = rows.pivot(index=["seq_len", "seed"], columns="model", values="bits_per_byte")

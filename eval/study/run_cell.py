@@ -28,14 +28,9 @@ from fla_harmonic.titan.export import export
 
 def measure(cell: Cell, folder: Path) -> dict[str, Any]:
     """
-    Trains a cell with torchtitan's trainer, from its checkpoint if there is one, and scores what it exported.
-
-    Returns:
-        `parameters`, `flops_per_token`, `tokens_seen`, `tokens_per_second`, `peak_memory_gib`, `kernels`, `test` and
-        `validation` (each an `eval.scoring.score.Score`).
-
-    Raises:
-        RuntimeError: the run saw another number of tokens, or its model is not causal.
+    Trains a cell with torchtitan's trainer, from its checkpoint if there is one, and scores what it exported: `test` and
+    `validation` are each an `eval.scoring.score.Score`. A RuntimeError if the run saw another number of tokens, or its model
+    is not causal.
     """
     # first: it may refuse the machine
     ran_on = kernels(cell.model.family)

@@ -85,11 +85,7 @@ class Source:
 
 
 def source_of(options: Options) -> Source:
-    """
-    Raises:
-        ValueError: not exactly one source is given, or a text does not end in a word after others.
-        FileNotFoundError: it is not there.
-    """
+    """The passages; a ValueError for more or less than one source, or a text that does not end in a word after others."""
     given = [name for name in ("data", "hub", "make_from") if getattr(options, name) is not None]
     if len(given) != 1:
         raise ValueError(f"give one of `data`, `hub` and `make_from`; got {given or 'none'}.")

@@ -80,14 +80,8 @@ class RecallCell:
 
 def measure(cell: RecallCell, folder: Path) -> dict[str, Any]:
     """
-    Trains the model, or continues from its checkpoint, audits it and scores it.
-
-    Returns:
-        `parameters`, `tokens_seen`, `tokens_per_second`, `kernels`, `audit`, and `validation` and `test`, which have the
-        scores of every size (see `score`).
-
-    Raises:
-        RuntimeError: the model is not causal.
+    Trains the model, or continues from its checkpoint, and scores it if it is causal: `validation` and `test` have the scores
+    of every size (see `score`).
     """
     # first: it may refuse the machine
     ran_on = kernels(cell.model.family)
