@@ -39,8 +39,3 @@ def converted(name: str, layers: list[int], init: str = "attention", **kwargs: A
 
 def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(3, VOCAB, shape)
-
-
-def cache_of(output: Any) -> Any:
-    """The cache of a model's output, by the name that this version of transformers has for it."""
-    return output["cache" if "cache" in output else "past_key_values"]

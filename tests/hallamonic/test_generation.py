@@ -2,10 +2,11 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import assert_decode_as_without_cache, assert_generate_as_alone, cache_of, close, in_pieces, left_padded
 from fla.models.utils import Cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sources import cache_of, converted, tokens
+from sources import converted, tokens
 from transformers import DynamicCache, StaticCache
 
 from fla_harmonic.hallamonic import HallamonicForCausalLM
@@ -21,26 +22,7 @@ def model(name: str, layers: list[int]) -> HallamonicForCausalLM:
     return converted(name, layers).model
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-4)
-
-
-def left_padded() -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Prompts, one row each, and their batch with its mask."""
-    prompts = [tokens(1, n) for n in (12, 7, 1)]
-    x = torch.cat([torch.cat([torch.zeros(1, 12 - p.shape[1], dtype=torch.long), p], 1) for p in prompts])
-    return prompts, x, torch.tensor([[0] * (12 - p.shape[1]) + [1] * p.shape[1] for p in prompts])
-
-
-@torch.no_grad()
-def in_pieces(lm: HallamonicForCausalLM, x: torch.Tensor, cuts: list[int], cache: Any = None) -> torch.Tensor:
-    parts = []
-    for i, j in zip([0, *cuts], [*cuts, x.shape[1]], strict=True):
-        out = lm(x[:, i:j], past_key_values=cache, use_cache=True)
-        parts.append(out.logits)
-        cache = cache_of(out)
-        assert cache.get_seq_length() == j
-    return torch.cat(parts, 1)
+PROMPTS = (12, 7, 1)
 
 
 @settings(max_examples=25)
@@ -51,21 +33,12 @@ def test_any_pieces_equal_the_full_pass(data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(1, 29), max_size=5)))
     x = tokens(2, 30)
     expected = lm(x, use_cache=False).logits
-    close(in_pieces(lm, x, cuts, data.draw(st.sampled_from([None, DynamicCache()]))), expected)
+    close(in_pieces(lm, x, cuts, data.draw(st.sampled_from([None, DynamicCache()])))[0], expected, 2e-4)
 
 
 @models
 def test_padded_prompts_generate_what_each_generates_alone(name: str, layers: list[int]) -> None:
-    lm = model(name, layers)
-    prompts, x, mask = left_padded()
-    options = dict(max_new_tokens=8, do_sample=False, return_dict_in_generate=True, output_scores=True)
-    batch = lm.generate(x, attention_mask=mask, **options)
-    for row, prompt in enumerate(prompts):
-        alone = lm.generate(prompt, **options)
-        assert torch.equal(batch.sequences[row, -8:], alone.sequences[0, -8:])
-        for scores, expected in zip(batch.scores, alone.scores, strict=True):
-            close(scores[row], expected[0])
-    assert cache_of(batch).get_seq_length() == 19
+    assert_generate_as_alone(model(name, layers), [tokens(1, n) for n in PROMPTS], 8, 2e-4)
 
 
 @models
@@ -76,18 +49,14 @@ def test_padded_prompts_generate_what_each_generates_alone(name: str, layers: li
 ], ids=["greedy", "sample", "beams"])
 def test_every_way_to_decode_gives_the_same_without_a_cache(name: str, layers: list[int], options: dict[str, Any]) -> None:
     lm = model(name, layers)
-    _, x, mask = left_padded()
-    results = []
-    for use_cache in (True, False):
-        torch.manual_seed(0)
-        results.append(lm.generate(x, attention_mask=mask, max_new_tokens=8, use_cache=use_cache, **options))
-    assert torch.equal(*results)
+    x, mask = left_padded([tokens(1, n) for n in PROMPTS])
+    assert_decode_as_without_cache(lm, x, mask, 8, **options)
 
 
 @models
 def test_generation_continues_from_the_returned_cache(name: str, layers: list[int]) -> None:
     lm = model(name, layers)
-    _, x, mask = left_padded()
+    x, mask = left_padded([tokens(1, n) for n in PROMPTS])
     options = dict(do_sample=False, return_dict_in_generate=True)
     whole = lm.generate(x, attention_mask=mask, max_new_tokens=10, **options)
     first = lm.generate(x, attention_mask=mask, max_new_tokens=5, **options)
@@ -142,4 +111,4 @@ def test_a_reset_cache_starts_again() -> None:
     lm, x = model("llama", [0, 1, 2]), tokens(2, 9)
     cache = cache_of(lm(tokens(2, 20), use_cache=True))
     cache.reset()
-    close(lm(x, past_key_values=cache).logits, lm(x).logits)
+    close(lm(x, past_key_values=cache).logits, lm(x).logits, 2e-4)

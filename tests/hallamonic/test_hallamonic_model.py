@@ -1,12 +1,15 @@
 import itertools
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import decoding
 import pytest
 import torch
-from sources import CONFIGS, VOCAB, cache_of, converted, source, tokens
+from decoding import cache_of
+from sources import CONFIGS, VOCAB, converted, source, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from eval.scoring.audit import audit
@@ -19,8 +22,7 @@ every_model = pytest.mark.parametrize(("name", "layers"), [
     pytest.param(name, layers, id=f"{name}-{layers}") for name in CONFIGS for layers in LAYERS])
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-4)
+close = partial(decoding.close, atol=2e-4)
 
 
 @every_model

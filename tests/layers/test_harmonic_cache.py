@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import close
 from fla.models.utils import Cache
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,10 +23,6 @@ variants = pytest.mark.parametrize("variant", VARIANTS)
 def build(variant: str) -> HarmonicAttention:
     torch.manual_seed(0)
     return randomised(HarmonicAttention(hidden_size=8, layer_idx=0, **VARIANTS[variant])).eval()
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 def assert_same_states(actual: Cache, expected: Cache) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import assert_decode_as_without_cache, assert_generate_as_alone, close, in_pieces, left_padded
 from fla.models.utils import Cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,21 +17,6 @@ Net = Callable[..., HarmonicForCausalLM]
 T = 140
 every_net = nets(initializer_range=0.2, eos_token_id=None)
 presets = pytest.mark.parametrize("preset", ["paper", "stack"])
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 1e-5) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
-
-
-@torch.no_grad()
-def in_pieces(lm: HarmonicForCausalLM, x: torch.Tensor, cuts: list[int]) -> tuple[torch.Tensor, Cache]:
-    parts, cache = [], None
-    for i, j in zip([0, *cuts], [*cuts, x.shape[1]], strict=True):
-        out = lm(x[:, i:j], past_key_values=cache, use_cache=True)
-        parts.append(out.logits)
-        cache = out.cache
-        assert cache.get_seq_length() == j
-    return torch.cat(parts, 1), cache
 
 
 @every_net
@@ -67,25 +53,9 @@ def test_any_pieces_equal_the_full_pass(data: st.DataObject) -> None:
     assert_same_cache(cache, whole)
 
 
-def left_padded(lengths: list[int]) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Prompts, one row each, and their batch with its mask."""
-    prompts, S = [tokens(1, n) for n in lengths], max(lengths)
-    x = torch.cat([torch.cat([torch.zeros(1, S - n, dtype=torch.long), p], 1) for n, p in zip(lengths, prompts, strict=True)])
-    return prompts, x, torch.tensor([[0] * (S - n) + [1] * n for n in lengths])
-
-
 @every_net
 def test_eight_padded_prompts_generate_what_each_generates_alone(net: Net) -> None:
-    lm = net()
-    prompts, x, mask = left_padded([1, 2, 3, 5, 8, 13, 21, 70])
-    options = dict(max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_scores=True)
-    batch = lm.generate(x, attention_mask=mask, **options)
-    for row, prompt in enumerate(prompts):
-        alone = lm.generate(prompt, **options)
-        assert torch.equal(batch.sequences[row, -6:], alone.sequences[0, -6:])
-        for scores, expected in zip(batch.scores, alone.scores, strict=True):
-            close(scores[row], expected[0])
-    assert batch.cache.get_seq_length() == 75
+    assert_generate_as_alone(net(), [tokens(1, n) for n in (1, 2, 3, 5, 8, 13, 21, 70)], 6)
 
 
 @every_net
@@ -97,19 +67,14 @@ def test_eight_padded_prompts_generate_what_each_generates_alone(net: Net) -> No
 ], ids=["greedy", "sample", "beams", "beam-sample"])
 def test_every_way_to_decode_gives_the_same_without_a_cache(net: Net, options: dict[str, Any]) -> None:
     lm = net()
-    _, x, mask = left_padded([7, 4, 1])
-    results = []
-    for use_cache in (True, False):
-        torch.manual_seed(0)
-        results.append(lm.generate(x, attention_mask=mask, max_new_tokens=8, use_cache=use_cache, **options))
-    assert torch.equal(*results)
-    assert results[0].shape == (3 * options.get("num_return_sequences", 1), 15)
+    x, mask = left_padded([tokens(1, n) for n in (7, 4, 1)])
+    assert_decode_as_without_cache(lm, x, mask, 8, **options)
 
 
 @every_net
 def test_generation_continues_from_the_returned_cache(net: Net) -> None:
     lm = net()
-    _, x, mask = left_padded([9, 4])
+    x, mask = left_padded([tokens(1, n) for n in (9, 4)])
     options = dict(do_sample=False, return_dict_in_generate=True)
     whole = lm.generate(x, attention_mask=mask, max_new_tokens=12, **options)
     first = lm.generate(x, attention_mask=mask, max_new_tokens=5, **options)
@@ -143,7 +108,7 @@ def test_generation_begins_with_embeddings(preset: str) -> None:
 @pytest.mark.parametrize("ids", ["arange", "generate"])
 def test_positions_of_generation_change_nothing(preset: str, ids: str) -> None:
     lm = model(preset, eos_token_id=None)
-    _, x, mask = left_padded([9, 4])
+    x, mask = left_padded([tokens(1, n) for n in (9, 4)])
     # as transformers numbers the tokens of left-padded prompts, with zeros at pads
     position_ids = torch.arange(9).expand(2, 9) if ids == "arange" else (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)
     options = dict(attention_mask=mask, max_new_tokens=5, do_sample=False)

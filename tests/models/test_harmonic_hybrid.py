@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from decoding import close
 from small_models import config, model, tokens
 from transformers import AutoModelForCausalLM
 
@@ -21,10 +22,6 @@ hybrids = pytest.mark.parametrize("attn", ATTENTIONS)
 
 def hybrid(attn: str, **kwargs: Any) -> HarmonicForCausalLM:
     return model("stack", attn=ATTENTIONS[attn], num_hidden_layers=3, eos_token_id=None, initializer_range=0.2, **kwargs)
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 @hybrids

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from decoding import close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import VOCAB, model, nets, tokens
@@ -18,10 +19,6 @@ LENGTHS = [5, 1, 66, 8]
 
 def gradients(loss: torch.Tensor, lm: torch.nn.Module) -> list[torch.Tensor]:
     return list(torch.autograd.grad(loss, list(lm.parameters()), materialize_grads=True))
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 def borders(lengths: list[int]) -> torch.Tensor:

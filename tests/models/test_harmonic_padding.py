@@ -4,6 +4,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from decoding import close
 from fla.models.utils import Cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,10 +25,6 @@ MASK = torch.tensor([
     [1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
     [0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
 ])
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 @every_net

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import torch
+from jobs import CONFIGS
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fla_harmonic.hallamonic import HallamonicForCausalLM
 from fla_harmonic.hallamonic.convert import convert_model
 from fla_harmonic.text.tokenizers import ByteTokenizer
 
-CONFIGS = Path(__file__).parents[2] / "titan_configs"
 SEQ = 64
 
 

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 import runs
-import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.protocols.train_spec import get_train_spec
+from jobs import build, job
+from torchtitan.config import JobConfig
 from transformers import AutoConfig
 
 import fla_harmonic.titan  # noqa: F401  (registers the families)
@@ -18,14 +17,7 @@ from fla_harmonic.titan.components.dataloader import build_dataloader
 from fla_harmonic.titan.components.tokenizer import build_tokenizer
 from fla_harmonic.titan.export import export
 
-CONFIGS = Path(__file__).parents[2] / "titan_configs"
-
-
-def job(*overrides: str, config: str = "harmonic_28m") -> JobConfig:
-    return ConfigManager().parse_args([f"--job.config_file={CONFIGS / config}.toml", *overrides])
-
-
-PLAIN = job()
+PLAIN = job(size="28m")
 
 
 def shape(config: JobConfig) -> dict[str, int | None]:
@@ -39,7 +31,7 @@ def shape(config: JobConfig) -> dict[str, int | None]:
     (32768, 1, 2000, 100), (65536, 1, 1000, 50),
 ])
 def test_the_papers_lengths_see_the_papers_tokens(length: int, batch: int, steps: int, warmup: int) -> None:
-    config = job(f"--data.budget_seq_len={length}")
+    config = job("harmonic", f"--data.budget_seq_len={length}", size="28m")
     keep_token_budget(config)
     expected = PLAIN.to_dict()
     expected["job"]["config_file"] = config.job.config_file
@@ -101,7 +93,7 @@ def test_a_length_keeps_every_token_or_is_refused(
 ])
 def test_another_budget_by_accident_is_an_error(override: str) -> None:
     with pytest.raises(ValueError, match=r"data\.token_budget = [\d,]+ with data\.budget_seq_len = 1024, but got .*Remedy"):
-        keep_token_budget(job("--data.budget_seq_len=1024", override))
+        keep_token_budget(job("harmonic", "--data.budget_seq_len=1024", override, size="28m"))
 
 
 @pytest.mark.parametrize(("overrides", "ranks", "message"), [
@@ -115,14 +107,14 @@ def test_another_budget_by_accident_is_an_error(override: str) -> None:
 ])
 def test_impossible_lengths_are_refused(overrides: list[str], ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"{message}.*Remedy"):
-        keep_token_budget(job(*overrides), ranks)
+        keep_token_budget(job("harmonic", *overrides, size="28m"), ranks)
 
 
 SMALL = ["--training.dataset=novels", "--training.dataset_path=", "--data.tokenizer=bytes"]
 
 
 def logged(caplog: pytest.LogCaptureFixture, *overrides: str, ranks: int = 1) -> str:
-    config = job(*SMALL, *overrides)
+    config = job("harmonic", *SMALL, *overrides, size="28m")
     with caplog.at_level(logging.INFO):
         build_dataloader(ranks, 0, build_tokenizer(config), config)
     return caplog.text
@@ -155,15 +147,8 @@ def test_a_run_of_another_budget_warns(
 
 def test_an_exported_model_has_the_trained_length(tmp_path: Path) -> None:
     overrides = ["--data.token_budget=2457600", "--data.budget_seq_len=128"]
-    config = job(config="llama_debug")
-    spec = get_train_spec("llama")
-    args = copy.deepcopy(spec.model_args["debug"])
-    args.update_from_config(config)
-    model = spec.model_cls(args)
-    with torch.no_grad():
-        model.init_weights()
-    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "step-1")
-    export(job(*overrides, config="llama_debug"), tmp_path / "step-1", tmp_path / "hf")
+    dcp.save(build(job("llama")).state_dict(), checkpoint_id=tmp_path / "step-1")
+    export(job("llama", *overrides), tmp_path / "step-1", tmp_path / "hf")
     assert AutoConfig.from_pretrained(tmp_path / "hf").max_position_embeddings == 128
 
 

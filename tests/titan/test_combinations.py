@@ -5,7 +5,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from torchtitan.config import ConfigManager
+from jobs import job
 from torchtitan.protocols.train_spec import get_train_spec
 
 import fla_harmonic.titan  # noqa: F401  (registers the specs)
@@ -34,7 +34,7 @@ PAIRS = [pair for pair in combinations(SETTINGS, 2) if not set(pair) <= {"FSDP",
 
 @pytest.mark.parametrize("family", ["harmonic", "mamba", "llama"])
 def test_a_job_meets_at_its_start_what_the_table_says_of_each_pair(family: str) -> None:
-    stock = ConfigManager().parse_args([f"--job.config_file=titan_configs/{family}_debug.toml"])
+    stock = job(family)
     for pair in [*((kind,) for kind in SETTINGS), *PAIRS]:
         config, fields = copy.deepcopy(stock), {SHARDS: 1, REPLICAS: 1}
         for kind in pair:

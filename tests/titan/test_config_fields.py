@@ -1,25 +1,26 @@
 import pytest
-from torchtitan.config import ConfigManager
+from jobs import job
+from torchtitan.config import JobConfig
 
 from fla_harmonic.titan.config import parse_fields
 from fla_harmonic.titan.models.flavors import HARMONIC
 
 
-def job(family: str, fields: str):
-    return ConfigManager().parse_args([f"--job.config_file=titan_configs/{family}_debug.toml", f"--harmonic.config={fields}"])
+def of_fields(family: str, fields: str) -> JobConfig:
+    return job(family, f"--harmonic.config={fields}")
 
 
 def test_job_changes_fields_of_its_flavor_alone() -> None:
     args = HARMONIC["debug"]
     before = args.hf_config().to_dict()
     try:
-        args.update_from_config(job("harmonic", "gate_rank=4 timescale_mode=init timescales=[[2,8],[100,1000.5]]"))
+        args.update_from_config(of_fields("harmonic", "gate_rank=4 timescale_mode=init timescales=[[2,8],[100,1000.5]]"))
         changed = args.hf_config()
         assert (changed.gate_rank, changed.timescale_mode) == (4, "init")
         assert [tuple(pair) for pair in changed.timescales] == [(2, 8), (100, 1000.5)]
         assert changed.hidden_size == before["hidden_size"]
     finally:
-        args.update_from_config(job("harmonic", ""))
+        args.update_from_config(of_fields("harmonic", ""))
     # the next job has the flavor as it was
     assert args.hf_config().to_dict() == before
 
@@ -34,13 +35,13 @@ def test_field_that_the_configuration_lacks_is_refused() -> None:
     args = HARMONIC["debug"]
     try:
         with pytest.raises(ValueError, match="gate_rang"):
-            args.update_from_config(job("harmonic", "gate_rang=4"))
+            args.update_from_config(of_fields("harmonic", "gate_rang=4"))
     finally:
-        args.update_from_config(job("harmonic", ""))
+        args.update_from_config(of_fields("harmonic", ""))
 
 
 def test_fields_of_another_family_are_refused() -> None:
     from fla_harmonic.titan.models.flavors import MAMBA
 
     with pytest.raises(ValueError, match=r"mamba: fields of HarmonicConfig.*Remedy"):
-        MAMBA["debug"].update_from_config(job("mamba", "gate_rank=4"))
+        MAMBA["debug"].update_from_config(of_fields("mamba", "gate_rank=4"))

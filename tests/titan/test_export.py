@@ -1,4 +1,3 @@
-import copy
 import os
 import subprocess
 import sys
@@ -7,36 +6,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torchtitan.config import ConfigManager, JobConfig
+from jobs import build, job, moved
+from runs import ROOT
 from torchtitan.protocols import ModelProtocol
-from torchtitan.protocols.train_spec import get_train_spec
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import fla_harmonic.titan  # noqa: F401
 from fla_harmonic.models.mamba.modeling_mamba import load_mamba
 from fla_harmonic.titan.export import export, find_checkpoint, load_model
 
-ROOT = Path(__file__).parents[2]
 FAMILIES = ["harmonic", "mamba", "llama"]
-
-
-def job(family: str, *overrides: str) -> JobConfig:
-    return ConfigManager().parse_args([f"--job.config_file={ROOT / f'titan_configs/{family}_debug.toml'}", *overrides])
 
 
 def trained(family: str, folder: Path, *overrides: str) -> ModelProtocol:
     """A model at weights that no initialisation gives, and its checkpoint step-12 beside an older step-3."""
-    spec = get_train_spec(family)
-    config = job(family, *overrides)
-    args = copy.deepcopy(spec.model_args[config.model.flavor])
-    args.update_from_config(config)
-    model = spec.model_cls(args)
-    with torch.no_grad():
-        model.init_weights()
-        dcp.save(model.state_dict(), checkpoint_id=folder / "step-3")
-        torch.manual_seed(5)
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn_like(p))
+    model = build(job(family, *overrides))
+    dcp.save(model.state_dict(), checkpoint_id=folder / "step-3")
+    moved(model, 5)
     dcp.save(model.state_dict(), checkpoint_id=folder / "step-12")
     return model.eval()
 

@@ -10,14 +10,13 @@ import pytest
 import runs
 import torch
 import torch.nn.functional as F
-from torchtitan.config import ConfigManager
+from jobs import CONFIGS, job
 from torchtitan.protocols.train_spec import get_train_spec
 
 from fla_harmonic.titan.job_files import Options, count_parameters, job_files, main
 from fla_harmonic.titan.models import flavors
 from fla_harmonic.titan.models.flavors import SIZES
 
-CONFIGS = Path(__file__).parents[2] / "titan_configs"
 FAMILIES = ("harmonic", "mamba", "llama")
 # what the paper's logs print, with GPT-2's vocabulary; of its models at about 100M they print no shape
 PAPER = {"7M": (6_993_024, True), "15M": (15_100_160, True), "28M": (27_965_952, False), "35M": (34_656_768, True)}
@@ -114,7 +113,7 @@ def test_tied_models_begin_near_the_uniform_distribution(family: str, flavor: st
 
 
 def load(family: str, size: str) -> dict[str, Any]:
-    return ConfigManager().parse_args([f"--job.config_file={CONFIGS / f'{family}_{size.lower()}.toml'}"]).to_dict()
+    return job(family, size=size.lower()).to_dict()
 
 
 def own_fields(config: dict[str, Any]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jobs
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,29 +24,17 @@ from fla_harmonic.hallamonic.configuration_hallamonic import UNLIMITED
 from fla_harmonic.hallamonic.convert import layer_options
 from fla_harmonic.titan.components.optimizer import build_optimizers
 from fla_harmonic.titan.export import export, load_model, to_hf
-from fla_harmonic.titan.models.hallamonic import Hallamonic, HallamonicArgs
+from fla_harmonic.titan.models.hallamonic import Hallamonic
 
 HARMONIC = ".harmonic."
 
 
-def arguments(job: list[str]) -> HallamonicArgs:
-    config = ConfigManager().parse_args(job)
-    args: Any = copy.deepcopy(get_train_spec("hallamonic").model_args[config.model.flavor])
-    args.update_from_config(config)
-    return args
+def arguments(job: list[str]) -> Any:
+    return jobs.arguments(ConfigManager().parse_args(job))
 
 
-def build(job: list[str]) -> Hallamonic:
-    """As the trainer builds it: on the meta device, memory full of NaN, initial weights."""
-    args = arguments(job)
-    with torch.device("meta"):
-        model = Hallamonic(args)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            tensor.fill_(torch.nan)
-        model.init_weights()
-    return model
+def build(job: list[str]) -> Any:
+    return jobs.build_as_trainer(ConfigManager().parse_args(job))
 
 
 def weights(model: nn.Module, directory: Path) -> None:

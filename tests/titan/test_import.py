@@ -1,4 +1,3 @@
-import copy
 import json
 from pathlib import Path
 
@@ -6,12 +5,13 @@ import pytest
 import tied_flavors
 import torch
 import torch.distributed.checkpoint as dcp
+from jobs import build, job, moved
 from runs import LOSS, options, run, steps
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 
 from fla_harmonic.models.harmonic import HarmonicConfig
@@ -19,34 +19,17 @@ from fla_harmonic.titan.components.optimizer import build_optimizers
 from fla_harmonic.titan.export import export
 from fla_harmonic.titan.models.hf_model import HFModelArgs
 
-CONFIGS = Path(__file__).parents[2] / "titan_configs"
 MODELS = [(family, flavor) for family in ("harmonic", "mamba", "llama") for flavor in ("debug", "tied")]
 
 
-def job(family: str, flavor: str, *overrides: str) -> JobConfig:
-    return ConfigManager().parse_args([
-        f"--job.config_file={CONFIGS / f'{family}_debug.toml'}", f"--model.flavor={flavor}", "--training.seq_len=32",
-        *overrides,
-    ])
-
-
-def build(config: JobConfig) -> nn.Module:
-    spec = get_train_spec(config.model.name)
-    args = copy.deepcopy(spec.model_args[config.model.flavor])
-    args.update_from_config(config)
-    model = spec.model_cls(args)
-    with torch.no_grad():
-        model.init_weights()
-    return model
+def of_flavor(family: str, flavor: str, *overrides: str) -> JobConfig:
+    return job(family, f"--model.flavor={flavor}", "--training.seq_len=32", *overrides)
 
 
 def exported(family: str, flavor: str, folder: Path) -> nn.Module:
     """A model at weights that no initialisation gives, and its Hugging Face directory."""
-    config = job(family, flavor)
-    model = build(config)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn_like(p))
+    config = of_flavor(family, flavor)
+    model = moved(build(config))
     dcp.save(get_model_state_dict(model), checkpoint_id=folder / "checkpoint/step-1")
     export(config, folder / "checkpoint", folder / "hf")
     return model
@@ -78,7 +61,7 @@ def from_directory(folder: Path) -> list[str]:
 @pytest.mark.parametrize(("family", "flavor"), MODELS)
 def test_training_starts_from_an_exported_model_bit_for_bit(family: str, flavor: str, tmp_path: Path) -> None:
     expected = exported(family, flavor, tmp_path).state_dict()
-    actual = load(job(family, flavor, *from_directory(tmp_path))).state_dict()
+    actual = load(of_flavor(family, flavor, *from_directory(tmp_path))).state_dict()
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(actual[name], value), name
@@ -89,19 +72,19 @@ def test_another_model_of_the_same_shapes_is_refused(tmp_path: Path, monkeypatch
     flat = HarmonicConfig.paper(hidden_size=32, vocab_size=256, tie_word_embeddings=True, timescales=[(10, 40)] * 3)
     monkeypatch.setitem(tied_flavors.HARMONIC, "flat", HFModelArgs.of(flat))
     with pytest.raises(ValueError, match=r"timescales = \[\[2\.2, 8\.3\], .*, not \[\[10\.0, 40\.0\], .*Remedy"):
-        load(job("harmonic", "flat", *from_directory(tmp_path)))
+        load(of_flavor("harmonic", "flat", *from_directory(tmp_path)))
 
 
 def test_another_family_is_refused(tmp_path: Path) -> None:
     exported("llama", "tied", tmp_path)
     with pytest.raises(ValueError, match=r"model_type = 'llama', not 'mamba'"):
-        load(job("mamba", "tied", *from_directory(tmp_path)))
+        load(of_flavor("mamba", "tied", *from_directory(tmp_path)))
 
 
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     with pytest.raises(ValueError, match=r"with a config\.json in checkpoint\.initial_load_path, .*Remedy"):
-        load(job("harmonic", "tied", *from_directory(tmp_path)))
+        load(of_flavor("harmonic", "tied", *from_directory(tmp_path)))
 
 
 def test_weights_that_are_stored_in_bf16_are_trained_in_fp32(tmp_path: Path) -> None:
@@ -112,7 +95,7 @@ def test_weights_that_are_stored_in_bf16_are_trained_in_fp32(tmp_path: Path) -> 
     save_file({name: value.bfloat16() for name, value in load_file(file).items()}, file, {"format": "pt"})
     config = json.loads((tmp_path / "hf/config.json").read_text())
     (tmp_path / "hf/config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    for name, value in load(job("harmonic", "tied", *from_directory(tmp_path))).state_dict().items():
+    for name, value in load(of_flavor("harmonic", "tied", *from_directory(tmp_path))).state_dict().items():
         assert value.dtype == torch.float32
         assert torch.equal(value, expected[name].bfloat16().float()), name
 

@@ -1,13 +1,12 @@
 import copy
 import importlib
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from jobs import arguments, initialised, job, moved
 from torch import nn
-from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -18,26 +17,14 @@ from fla_harmonic.titan.distributed.parallelize import parallelize
 from fla_harmonic.titan.models.flops import matmul_flops
 from fla_harmonic.titan.models.hf_model import HFModel, HFModelArgs, HFStateDictAdapter, document_borders
 
-CONFIGS = Path(__file__).parents[2] / "titan_configs"
 FAMILIES = ["harmonic", "mamba", "llama"]
 HF_BUILDERS = {"harmonic": HarmonicForCausalLM, "mamba": build_mamba}
-
-
-def job(family: str = "harmonic", *overrides: str, size: str = "debug") -> JobConfig:
-    return ConfigManager().parse_args([f"--job.config_file={CONFIGS / f'{family}_{size}.toml'}", *overrides])
 
 
 def build(family: str, flavor: str = "debug") -> HFModel:
     args = copy.deepcopy(get_train_spec(family).model_args[flavor])
     args.seed = 0
-    model = HFModel(args)
-    with torch.no_grad():
-        model.init_weights()
-        # no bias or norm at a value that hides it
-        torch.manual_seed(1)
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn_like(p))
-    return model
+    return moved(initialised(HFModel(args)), 1)
 
 
 def test_importing_twice_is_harmless() -> None:
@@ -160,15 +147,11 @@ def test_what_is_not_supported_is_refused(family: str, override: str, message: s
     assert args.seed == 42
 
 
-def update(family: str, *overrides: str) -> None:
-    copy.deepcopy(get_train_spec(family).model_args["debug"]).update_from_config(job(family, *overrides))
-
-
 @pytest.mark.parametrize("family", ["mamba", "llama"])
 def test_packed_documents_are_for_harmonic_alone(family: str) -> None:
-    update("harmonic", "--data.reset_documents")
+    arguments(job("harmonic", "--data.reset_documents"))
     with pytest.raises(ValueError, match=f"{family}: .*reset_documents = true.*Remedy"):
-        update(family, "--data.reset_documents")
+        arguments(job(family, "--data.reset_documents"))
 
 
 def test_attention_masks_are_refused_as_the_stock_validator_expects() -> None:
@@ -208,13 +191,13 @@ def test_blocks_compile_without_a_graph_break(family: str) -> None:
 
 
 def test_mambas_kernels_refuse_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    update("mamba", "--compile.enable")
+    arguments(job("mamba", "--compile.enable"))
     monkeypatch.setattr("fla_harmonic.models.mamba.modeling_mamba.HAS_MAMBA_KERNELS", True)
     monkeypatch.setattr("torchtitan.tools.utils.device_type", "cuda")
-    update("mamba")
-    update("mamba", "--compile.enable", "--compile.components=loss")
+    arguments(job("mamba"))
+    arguments(job("mamba", "--compile.enable", "--compile.components=loss"))
     with pytest.raises(ValueError, match=r"mamba: torch\.compile.*Remedy: compile\.enable = false"):
-        update("mamba", "--compile.enable")
+        arguments(job("mamba", "--compile.enable"))
 
 
 def one_rank() -> ParallelDims:

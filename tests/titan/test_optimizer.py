@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from jobs import initialised
 from torch import nn
 from torchtitan.config.job_config import Optimizer as OptimizerConfig
 from torchtitan.protocols.train_spec import get_train_spec
@@ -17,10 +18,7 @@ def build(family: str) -> nn.Module:
     args = copy.deepcopy(spec.model_args["debug"])
     if family == "llama":
         args.max_seq_len = 16
-    model = spec.model_cls(args)
-    with torch.no_grad():
-        model.init_weights()
-    return model
+    return initialised(spec.model_cls(args))
 
 
 def config(**kwargs: object) -> OptimizerConfig:

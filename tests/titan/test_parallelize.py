@@ -1,6 +1,5 @@
 """What parallelism is accepted, and what is refused at start-up."""
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import arguments, job
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.models.llama3.infra.parallelize import apply_fsdp
-from torchtitan.protocols.train_spec import get_train_spec
 
 import fla_harmonic.titan  # noqa: F401  (registers the specs)
 from fla_harmonic.layers.harmonic import Timescale
@@ -22,21 +20,12 @@ from fla_harmonic.titan.distributed.parallelize import _keep_timescales_wide, _r
 from fla_harmonic.titan.distributed.tensor_parallel import apply_tensor_parallel
 from fla_harmonic.titan.models.hf_model import HFModel, HFModelArgs
 
-CONFIGS = Path(__file__).parents[2] / "titan_configs"
 FAMILIES = ["harmonic", "mamba", "llama"]
 HYBRID = {"layers": [1], "num_heads": 2, "window_size": None}
 
 
-def job(family: str, *overrides: str) -> JobConfig:
-    return ConfigManager().parse_args([f"--job.config_file={CONFIGS / f'{family}_debug.toml'}", *overrides])
-
-
 def degrees(**by_kind: int) -> list[str]:
     return [f"--parallelism.{kind}={degree}" for kind, degree in by_kind.items()]
-
-
-def update(config: JobConfig, flavor: str = "debug") -> None:
-    copy.deepcopy(get_train_spec(config.model.name).model_args[flavor]).update_from_config(config)
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +35,10 @@ def _four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_data_and_pipeline_parallelism_are_for_all(family: str) -> None:
-    update(job(family))
-    update(job(family, *degrees(data_parallel_replicate_degree=2)))
-    update(job(family, *degrees(data_parallel_replicate_degree=4)))
-    update(job(family, *degrees(pipeline_parallel_degree=2)))
+    arguments(job(family))
+    arguments(job(family, *degrees(data_parallel_replicate_degree=2)))
+    arguments(job(family, *degrees(data_parallel_replicate_degree=4)))
+    arguments(job(family, *degrees(pipeline_parallel_degree=2)))
 
 
 @pytest.mark.parametrize(("family", "kinds"), [
@@ -59,20 +48,20 @@ def test_other_kinds_are_accepted_where_they_are_right(family: str, kinds: list[
     for kind in ("tensor", "context", "expert"):
         config = job(family, *degrees(**{f"{kind}_parallel_degree": 2}))
         if kind in kinds:
-            update(config)
+            arguments(config)
         else:
             message = rf"{family}: {kind} parallelism is not supported \(.*{kind}_parallel_degree = 2\. Remedy"
             with pytest.raises(ValueError, match=message):
-                update(config)
+                arguments(config)
 
 
 def test_the_order_of_the_sequence_is_kept() -> None:
     config = job("harmonic", *degrees(context_parallel_degree=2))
     assert config.parallelism.context_parallel_load_balancer is not None
-    update(config)
+    arguments(config)
     assert config.parallelism.context_parallel_load_balancer is None
     with pytest.raises(ValueError, match=r"contiguous pieces.*ptrr.*Remedy"):
-        update(job("harmonic", *degrees(context_parallel_degree=2), "--parallelism.context_parallel_load_balancer=ptrr"))
+        arguments(job("harmonic", *degrees(context_parallel_degree=2), "--parallelism.context_parallel_load_balancer=ptrr"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -91,7 +80,7 @@ def test_the_order_of_the_sequence_is_kept() -> None:
 ])
 def test_what_would_be_wrong_is_refused(family: str, overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=rf"{family}: .*{message}.*Remedy"):
-        update(job(family, *overrides))
+        arguments(job(family, *overrides))
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
@@ -107,7 +96,7 @@ def test_what_would_be_wrong_is_refused(family: str, overrides: list[str], messa
 ])
 def test_what_would_be_wrong_in_harmonic_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=rf"harmonic: .*{message}.*Remedy"):
-        update(job("harmonic", *overrides))
+        arguments(job("harmonic", *overrides))
 
 
 @pytest.fixture

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torchtitan.config import ConfigManager
-from torchtitan.protocols.train_spec import get_train_spec
+from jobs import build, job, moved
+from runs import ROOT
 from transformers import AutoModelForCausalLM
 
 import fla_harmonic.titan  # noqa: F401
 from fla_harmonic.titan.export import export
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = ["Mr. Darcy ", "a naïve façade — “señor” 𐍈", "\n\n  indented\t "]
 GENERATE = """
 import json, sys
@@ -38,17 +37,10 @@ print(json.dumps([alone, texts, batch]))
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory that export writes of an untrained `debug` model."""
     folder = tmp_path_factory.mktemp("exported")
-    job = ConfigManager().parse_args([f"--job.config_file={ROOT / 'titan_configs/harmonic_debug.toml'}"])
-    spec = get_train_spec("harmonic")
-    model = spec.model_cls(spec.model_args["debug"])
     torch.manual_seed(0)
-    with torch.no_grad():
-        model.init_weights()
-        # away from the start, where every logit is nearly zero
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn_like(p))
-    dcp.save(model.state_dict(), checkpoint_id=folder / "step-1")
-    export(job, folder, folder / "hf")
+    # away from the start, where every logit is nearly zero
+    dcp.save(moved(build(job())).state_dict(), checkpoint_id=folder / "step-1")
+    export(job(), folder, folder / "hf")
     return folder / "hf"
 
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_model import job, one_rank
+from jobs import initialised, job, moved
+from test_model import one_rank
 from torch import nn
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -24,14 +25,7 @@ PRESETS: dict[str, Any] = {
 def build(config: HarmonicConfig, segment_len: int, chunk: int = 0) -> HFModel:
     args = HFModelArgs.of(config)
     args.seed, args.segment_len, args.loss_chunk_tokens = 0, segment_len, chunk
-    model = HFModel(args)
-    with torch.no_grad():
-        model.init_weights()
-        # no bias or norm at a value that hides it
-        torch.manual_seed(1)
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn_like(p))
-    return model
+    return moved(initialised(HFModel(args)), 1)
 
 
 def gradients(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor, ids: torch.Tensor | None) -> list[torch.Tensor]:

@@ -9,9 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import torchtitan.tools.utils
-from torch import nn
+from jobs import build_as_trainer, job, moved
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -26,36 +26,8 @@ CONFIGS = Path(__file__).parents[2] / "titan_configs"
 TABLE = "tok_embeddings.weight"
 
 
-def job(family: str, *overrides: str) -> JobConfig:
-    return ConfigManager().parse_args([
-        f"--job.config_file={CONFIGS / f'{family}_debug.toml'}", "--model.flavor=tied", "--training.seq_len=64", *overrides,
-    ])
-
-
-def build(family: str, device: str = "cpu") -> nn.Module:
-    """A tied model as the trainer builds it: on the meta device, memory full of NaN, initial weights."""
-    spec = get_train_spec(family)
-    args = copy.deepcopy(spec.model_args["tied"])
-    args.update_from_config(job(family))
-    with torch.device("meta"):
-        model = spec.model_cls(args)
-    if device == "meta":
-        return model
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            tensor.fill_(torch.nan)
-        model.init_weights()
-    return model
-
-
-def moved(family: str) -> nn.Module:
-    """At weights that no initialisation gives."""
-    model = build(family)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn_like(p))
-    return model
+def tied_job(family: str, *overrides: str) -> JobConfig:
+    return job(family, "--model.flavor=tied", "--training.seq_len=64", *overrides)
 
 
 @pytest.mark.parametrize(("hidden_size", "expected"), [(128, 6_993_024), (256, 15_100_160), (512, 34_656_768)])
@@ -70,7 +42,7 @@ def test_tied_counts_are_the_papers(hidden_size: int, expected: int) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_is_one_table_and_nothing_in_it_is_left_uninitialized(family: str) -> None:
-    model = build(family)
+    model = build_as_trainer(tied_job(family))
     named = dict(model.named_parameters(remove_duplicate=False))
     assert [name for name, p in named.items() if p.shape == model.tok_embeddings.weight.shape] == [TABLE]
     assert model.output.weight is model.tok_embeddings.weight
@@ -83,8 +55,8 @@ def test_there_is_one_table_and_nothing_in_it_is_left_uninitialized(family: str)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_and_gradients_are_those_of_the_tied_hf_model(family: str) -> None:
-    model = moved(family)
-    hf_model = to_hf(job(family), model)
+    model = moved(build_as_trainer(tied_job(family)))
+    hf_model = to_hf(tied_job(family), model)
     assert hf_model.get_output_embeddings().weight is hf_model.get_input_embeddings().weight
     tokens, labels = torch.randint(256, (2, 2, 64))
     logits, hf_logits = model(tokens), hf_model(tokens, use_cache=False).logits
@@ -99,8 +71,8 @@ def test_values_and_gradients_are_those_of_the_tied_hf_model(family: str) -> Non
 
 
 def test_optimizer_has_the_table_once_and_decays_it() -> None:
-    model = build("harmonic")
-    optimizer = build_optimizers([model], job("harmonic").optimizer, None).optimizers[0]
+    model = build_as_trainer(tied_job("harmonic"))
+    optimizer = build_optimizers([model], tied_job("harmonic").optimizer, None).optimizers[0]
     decayed, undecayed = (group["params"] for group in optimizer.param_groups)
     assert sum(p is model.output.weight for p in decayed) == 1
     assert all(p is not model.output.weight for p in undecayed)
@@ -108,9 +80,9 @@ def test_optimizer_has_the_table_once_and_decays_it() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_exported_model_is_tied_and_gives_the_trained_logits(family: str, tmp_path: Path) -> None:
-    model = moved(family)
+    model = moved(build_as_trainer(tied_job(family)))
     dcp.save(get_model_state_dict(model), checkpoint_id=tmp_path / "step-1")
-    export(job(family), tmp_path, tmp_path / "hf")
+    export(tied_job(family), tmp_path, tmp_path / "hf")
     assert AutoConfig.from_pretrained(tmp_path / "hf").tie_word_embeddings
     hf_model = (load_mamba if family == "mamba" else AutoModelForCausalLM.from_pretrained)(tmp_path / "hf").eval()
     assert hf_model.get_output_embeddings().weight is hf_model.get_input_embeddings().weight
@@ -128,7 +100,7 @@ def test_a_split_table_is_refused(family: str) -> None:
         # Mamba has no tensor parallelism at all
         tied = "" if (family, kind) == ("mamba", "tensor") else "tied_tables = true, "
         with pytest.raises(ValueError, match=rf"{family}: .*{tied}.*{kind}_parallel_degree = 2.*Remedy"):
-            args.update_from_config(job(family, f"--parallelism.{kind}_parallel_degree=2"))
+            args.update_from_config(tied_job(family, f"--parallelism.{kind}_parallel_degree=2"))
 
 
 @pytest.mark.processes

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jobs import initialised, job, moved
 from runs import VALIDATION, options, read, run, steps, values
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torchtitan.components.loss import cross_entropy_loss
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -25,8 +26,6 @@ from fla_harmonic.text.corpus import split_documents
 from fla_harmonic.text.tokenizers import ByteTokenizer
 from fla_harmonic.titan.combinations import Start, check_job
 from fla_harmonic.titan.components.validate import SplitValidator, scored_bytes
-
-CONFIGS = Path(__file__).parents[2] / "titan_configs"
 
 
 class Recorder(SimpleNamespace):
@@ -39,11 +38,9 @@ class Recorder(SimpleNamespace):
         self.logged.append((step, loss, metrics))
 
 
-def job(text: Path, *overrides: str, family: str = "harmonic") -> JobConfig:
-    return ConfigManager().parse_args([
-        f"--job.config_file={CONFIGS / f'{family}_debug.toml'}", "--model.flavor=tied", "--training.dataset=text",
-        f"--training.dataset_path={text}", "--validation.enable", *overrides,
-    ])
+def validating(text: Path, *overrides: str, family: str = "harmonic") -> JobConfig:
+    return job(family, "--model.flavor=tied", "--training.dataset=text", f"--training.dataset_path={text}",
+               "--validation.enable", *overrides)
 
 
 def dims(**degrees: int) -> ParallelDims:
@@ -70,13 +67,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
     spec = get_train_spec("harmonic")
-    args = copy.deepcopy(spec.model_args["tied"])
-    model = spec.model_cls(args)
-    with torch.no_grad():
-        model.init_weights()
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn_like(p))
-    return model
+    return moved(initialised(spec.model_cls(copy.deepcopy(spec.model_args["tied"]))))
 
 
 @given(seq_len=st.integers(1, 90), batch=st.integers(1, 5), n=st.sampled_from([-1, 1, 2, 7]), ranks=st.integers(1, 3))
@@ -84,7 +75,7 @@ def model() -> nn.Module:
 def test_loss_is_that_of_training_on_the_same_tokens(
     text: Path, model: nn.Module, seq_len: int, batch: int, n: int, ranks: int,
 ) -> None:
-    config = job(text, f"--validation.seq_len={max(seq_len, 20)}", f"--validation.local_batch_size={batch}",
+    config = validating(text, f"--validation.seq_len={max(seq_len, 20)}", f"--validation.local_batch_size={batch}",
                  f"--validation.steps={n}")
     seq_len = config.validation.seq_len
     # what training computes, window by window, on the text itself
@@ -102,7 +93,7 @@ def test_loss_is_that_of_training_on_the_same_tokens(
 
 
 def test_two_validations_agree_in_every_bit_and_leave_training_alone(text: Path, model: nn.Module) -> None:
-    check = validator(job(text, "--validation.seq_len=50"))
+    check = validator(validating(text, "--validation.seq_len=50"))
     model.train()
     state = torch.get_rng_state()
     check.validate([model], 1)
@@ -123,7 +114,7 @@ def test_two_validations_agree_in_every_bit_and_leave_training_alone(text: Path,
 
 
 def test_a_validation_that_drops_tokens_is_an_error(text: Path, model: nn.Module) -> None:
-    check = validator(job(text, "--validation.seq_len=50"), ranks=2)
+    check = validator(validating(text, "--validation.seq_len=50"), ranks=2)
     with pytest.raises(RuntimeError, match=r"expected 999 tokens to be scored .*Remedy"):
         check.validate([model], 1)
 
@@ -167,7 +158,7 @@ def test_steps_of_validation() -> None:
 ])
 def test_what_would_score_something_else_is_refused(text: Path, overrides: list[str], message: str | None) -> None:
     family = "llama" if overrides[0] == "llama" else "harmonic"
-    config = job(text, "--model.flavor=debug", *(o for o in overrides if o != family), family=family)
+    config = validating(text, "--model.flavor=debug", *(o for o in overrides if o != family), family=family)
     start = Start(config, family, blocks=2)
     if message is None:
         check_job(start)
