@@ -1,3 +1,4 @@
+import copy
 import fcntl
 import json
 import os
@@ -67,11 +68,18 @@ def is_locked(file: Path) -> bool:
     return False
 
 
+def fixed(result: dict) -> dict:
+    found = copy.deepcopy({key: result[key] for key in FIXED})
+    for part in ("test", "validation"):
+        # of the time
+        del found[part]["audit"]["share"]
+    return found
+
+
 def finished(out: Path) -> dict[str, dict]:
     return {file.parent.name: json.loads(file.read_text()) for file in out.glob("cells/*/result.json")}
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.processes
 def test_study_killed_in_the_middle_ends_with_the_same_numbers(tmp_path: Path) -> None:
@@ -104,7 +112,7 @@ def test_study_killed_in_the_middle_ends_with_the_same_numbers(tmp_path: Path) -
     found = finished(tmp_path / "killed")
     assert found.keys() == expected.keys()
     for name, result in expected.items():
-        assert {key: found[name][key] for key in FIXED} == {key: result[key] for key in FIXED}
+        assert fixed(found[name]) == fixed(result)
         assert result["tokens_seen"] == 512
         assert result["test"]["targets"] == 256
         assert result["test"]["first_target"] == 64
