@@ -29,7 +29,7 @@ from fla_harmonic.titan.distributed.gradient_scale import replicas_summed
 from fla_harmonic.titan.distributed.parallelize import parallelize, parallelize_llama_anywhere
 from fla_harmonic.titan.distributed.pipeline import pipeline
 from fla_harmonic.titan.models.flavors import HARMONIC, LLAMA, MAMBA
-from fla_harmonic.titan.models.hallamonic import HALLAMONIC, Hallamonic, read_directory
+from fla_harmonic.titan.models.hallamonic import HALLAMONIC, Hallamonic
 from fla_harmonic.titan.models.hf_model import HFModel, HFStateDictAdapter
 from fla_harmonic.titan.models.llama import Llama, LlamaStateDictAdapter
 from fla_harmonic.titan.patches.cpu import install_cpu_shim
@@ -40,27 +40,22 @@ _spec = partial(
     build_optimizers_fn=build_optimizers,
     build_lr_schedulers_fn=build_lr_schedulers,
     build_tokenizer_fn=build_tokenizer,
+    build_dataloader_fn=build_dataloader,
     build_loss_fn=replicas_summed(build_loss),
     build_validator_fn=SplitValidator,
     build_metrics_processor_fn=JSONLMetricsProcessor,
 )
 _hf_spec = partial(_spec, parallelize_fn=parallelize, state_dict_adapter=HFStateDictAdapter)
 _SPECS = {
-    "harmonic": _hf_spec(HFModel, HARMONIC, build_dataloader_fn=build_dataloader),
-    "mamba": _hf_spec(HFModel, MAMBA, build_dataloader_fn=build_dataloader),
-    "llama": _spec(Llama, LLAMA, parallelize_llama_anywhere, build_dataloader_fn=build_dataloader,
-                   state_dict_adapter=LlamaStateDictAdapter),
-    "hallamonic": _hf_spec(Hallamonic, HALLAMONIC, build_dataloader_fn=read_directory(build_dataloader)),
+    "harmonic": _hf_spec(HFModel, HARMONIC),
+    "mamba": _hf_spec(HFModel, MAMBA),
+    "llama": _spec(Llama, LLAMA, parallelize_llama_anywhere, state_dict_adapter=LlamaStateDictAdapter),
+    "hallamonic": _hf_spec(Hallamonic, HALLAMONIC),
 }
 
 
 def register_specs() -> None:
-    """
-    Register the four specs with torchtitan, once.
-
-    Raises:
-        RuntimeError: another package has registered one of the names.
-    """
+    """Register the four specs with torchtitan, once; a RuntimeError where another package has registered one of the names."""
     for name, spec in _SPECS.items():
         known = _extra_train_specs.get(name)
         if known is None:

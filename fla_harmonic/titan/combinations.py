@@ -33,28 +33,6 @@ class Start:
     """
     A job that starts, and what the table asks about its model. `start["training.seq_len"]` is a field of the job,
     `start["blocks"]` one of these.
-
-    Args:
-        job_config (JobConfig):
-            The job, with or without the sections of `fla_harmonic.titan.config`.
-        family (str):
-            One of `FAMILIES`.
-        blocks (int):
-            Blocks of the model.
-        tied_tables (bool):
-            Whether embeddings and head are one table.
-        attention_layers (bool):
-            Whether attention layers stand beside recurrences.
-        attn_mode (str):
-            The mode of Harmonic's layers.
-        conv_size (int):
-            Tokens that a short convolution sees; 0: there is none.
-        converted_layers (int):
-            Layers that took the place of a pretrained model's attention.
-        mamba_kernels (bool):
-            Whether mamba-ssm's kernels are installed.
-        unknown_fields (tuple[str, ...]):
-            What `harmonic.config` sets and `HarmonicConfig` does not have.
     """
 
     job_config: Any
@@ -63,9 +41,12 @@ class Start:
     tied_tables: bool = False
     attention_layers: bool = False
     attn_mode: str = "chunk"
+    # 0: no short convolutions
     conv_size: int = 0
+    # in the place of a pretrained model's attention
     converted_layers: int = 0
     mamba_kernels: bool = False
+    # set by `harmonic.config`, and not in `HarmonicConfig`
     unknown_fields: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
@@ -97,114 +78,99 @@ class Start:
         return {name for name, kind in KINDS.items() if kind.is_asked(self)}
 
 
-@dataclass(frozen=True)
 class Kind:
     """Something that a job can ask for: whether it does, and the fields of `Start` that an error names."""
 
-    is_asked: Callable[[Start], Any]
-    fields: tuple[str, ...]
-
-
-def _kind(is_asked: Callable[[Start], Any], *fields: str) -> Kind:
-    return Kind(is_asked, fields)
+    def __init__(self, is_asked: Callable[[Start], Any], *fields: str) -> None:
+        self.is_asked, self.fields = is_asked, fields
 
 
 def _set(field: str) -> Kind:
-    return Kind(lambda start: start[field], (field,))
+    return Kind(lambda start: start[field], field)
 
 
 def _degree(field: str) -> Kind:
-    return Kind(lambda start: start[field] > 1, (field,))
+    return Kind(lambda start: start[field] > 1, field)
 
 
 KINDS = {
-    "FSDP": _kind(lambda s: s.shards > 1 and s[_REPLICAS] == 1, _SHARDS),
-    "HSDP": _kind(lambda s: s.shards > 1 and s[_REPLICAS] > 1, _REPLICAS, _SHARDS),
-    "DDP": _kind(lambda s: s.shards == 1 and s[_REPLICAS] > 1, _REPLICAS, _SHARDS),
+    "FSDP": Kind(lambda s: s.shards > 1 and s[_REPLICAS] == 1, _SHARDS),
+    "HSDP": Kind(lambda s: s.shards > 1 and s[_REPLICAS] > 1, _REPLICAS, _SHARDS),
+    "DDP": Kind(lambda s: s.shards == 1 and s[_REPLICAS] > 1, _REPLICAS, _SHARDS),
     "TP": _degree(_TENSOR),
     "PP": _degree(_PIPELINE),
     "CP": _degree(_CONTEXT),
     "segments": _set("harmonic.segment_len"),
     "stateful": _set("harmonic.stateful"),
     "chunked loss": _set("harmonic.loss_chunk_tokens"),
-    "recomputed blocks": _kind(lambda s: s["activation_checkpoint.mode"] != "none", "activation_checkpoint.mode"),
-    "compiled blocks": _kind(lambda s: compiles_model(s.job_config), "compile.enable", "compile.components"),
+    "recomputed blocks": Kind(lambda s: s["activation_checkpoint.mode"] != "none", "activation_checkpoint.mode"),
+    "compiled blocks": Kind(lambda s: compiles_model(s.job_config), "compile.enable", "compile.components"),
     "documents": _set("data.reset_documents"),
-    "bf16": _kind(lambda s: s["training.mixed_precision_param"] != s["training.dtype"],
+    "bf16": Kind(lambda s: s["training.mixed_precision_param"] != s["training.dtype"],
                   "training.mixed_precision_param", "training.dtype"),
-    "tied tables": _kind(lambda s: s.tied_tables, "model.flavor", "tied_tables"),
+    "tied tables": Kind(lambda s: s.tied_tables, "model.flavor", "tied_tables"),
     # what follows is in no table of the docs
     "EP": _degree("parallelism.expert_parallel_degree"),
     "expert TP": _degree("parallelism.expert_tensor_parallel_degree"),
     "async TP": _set("parallelism.enable_async_tensor_parallel"),
     "whole logits": _set("parallelism.disable_loss_parallel"),
-    "compiled loss": _kind(lambda s: s["compile.enable"] and "loss" in s["compile.components"],
+    "compiled loss": Kind(lambda s: s["compile.enable"] and "loss" in s["compile.components"],
                            "compile.enable", "compile.components"),
-    "another schedule": _kind(lambda s: s[_SCHEDULE] not in SCHEDULES or s[_SCHEDULE_FILE], _SCHEDULE, _SCHEDULE_FILE),
-    "more stages than blocks": _kind(lambda s: s.stages > s.blocks, "model.flavor", "blocks", _SCHEDULE, "stages"),
-    "unequal pieces": _kind(lambda s: s["training.seq_len"] % (s[_TENSOR] * s[_CONTEXT]),
+    "another schedule": Kind(lambda s: s[_SCHEDULE] not in SCHEDULES or s[_SCHEDULE_FILE], _SCHEDULE, _SCHEDULE_FILE),
+    "more stages than blocks": Kind(lambda s: s.stages > s.blocks, "model.flavor", "blocks", _SCHEDULE, "stages"),
+    "unequal pieces": Kind(lambda s: s["training.seq_len"] % (s[_TENSOR] * s[_CONTEXT]),
                             "training.seq_len", _TENSOR, _CONTEXT),
-    "empty validation": _kind(lambda s: s["validation.enable"] and min(s[field] for field in _VALIDATION) < 1, *_VALIDATION),
-    "another validation shape": _kind(
+    "empty validation": Kind(lambda s: s["validation.enable"] and min(s[field] for field in _VALIDATION) < 1, *_VALIDATION),
+    "another validation shape": Kind(
         lambda s: s["validation.enable"] and any(s[f"validation.{name}"] != s[f"training.{name}"] for name in _SHAPE),
         *(f"{section}.{name}" for section in ("validation", "training") for name in _SHAPE)),
-    "longer validation": _kind(lambda s: s["validation.enable"] and s["validation.seq_len"] > s["training.seq_len"],
+    "longer validation": Kind(lambda s: s["validation.enable"] and s["validation.seq_len"] > s["training.seq_len"],
                                "validation.seq_len", "training.seq_len"),
-    "unequal validation pieces": _kind(
+    "unequal validation pieces": Kind(
         lambda s: s["validation.enable"] and s["validation.seq_len"] % (s[_TENSOR] * s[_CONTEXT]),
         "validation.seq_len", _TENSOR, _CONTEXT),
-    "pieces within a convolution": _kind(lambda s: s["training.seq_len"] // s[_CONTEXT] < s.conv_size - 1,
+    "pieces within a convolution": Kind(lambda s: s["training.seq_len"] // s[_CONTEXT] < s.conv_size - 1,
                                          "training.seq_len", "conv_size"),
-    "reordered sequence": _kind(lambda s: s["parallelism.context_parallel_load_balancer"] == "ptrr",
+    "reordered sequence": Kind(lambda s: s["parallelism.context_parallel_load_balancer"] == "ptrr",
                                 "parallelism.context_parallel_load_balancer"),
-    "narrow parameters": _kind(lambda s: s["training.dtype"] != "float32", "training.dtype"),
-    "CPU": _kind(lambda s: s.device == "cpu", "device"),
+    "narrow parameters": Kind(lambda s: s["training.dtype"] != "float32", "training.dtype"),
+    "CPU": Kind(lambda s: s.device == "cpu", "device"),
     "CPU offload": _set("training.enable_cpu_offload"),
-    "pinned memory": _kind(lambda s: s["checkpoint.enable"] and s["checkpoint.async_mode"].lower() == "async_with_pinned_mem",
+    "pinned memory": Kind(lambda s: s["checkpoint.enable"] and s["checkpoint.async_mode"].lower() == "async_with_pinned_mem",
                            "checkpoint.async_mode"),
     "early optimizer steps": _set("optimizer.early_step_in_backward"),
     "torchft": _set("fault_tolerance.enable"),
     "converters": _set("model.converters"),
-    "negative tokens": _kind(lambda s: min(s["harmonic.loss_chunk_tokens"], s["harmonic.segment_len"]) < 0,
+    "negative tokens": Kind(lambda s: min(s["harmonic.loss_chunk_tokens"], s["harmonic.segment_len"]) < 0,
                              "harmonic.loss_chunk_tokens", "harmonic.segment_len"),
-    "mamba-ssm": _kind(lambda s: s.mamba_kernels and s.device == "cuda", "mamba_kernels"),
-    "attention layers": _kind(lambda s: s.attention_layers, "model.flavor", "attention_layers"),
-    "short convolutions": _kind(lambda s: s.conv_size, "model.flavor", "conv_size"),
-    "step by step": _kind(lambda s: s.attn_mode != "chunk", "model.flavor", "attn_mode"),
+    "mamba-ssm": Kind(lambda s: s.mamba_kernels and s.device == "cuda", "mamba_kernels"),
+    "attention layers": Kind(lambda s: s.attention_layers, "model.flavor", "attention_layers"),
+    "short convolutions": Kind(lambda s: s.conv_size, "model.flavor", "conv_size"),
+    "step by step": Kind(lambda s: s.attn_mode != "chunk", "model.flavor", "attn_mode"),
     "fields of HarmonicConfig": _set("harmonic.config"),
     "unknown fields": _set("unknown_fields"),
-    "[hallamonic]": _kind(lambda s: hallamonic_section(s.job_config) != Hallamonic(),
+    "[hallamonic]": Kind(lambda s: hallamonic_section(s.job_config) != Hallamonic(),
                           *(f"hallamonic.{name}" for name in vars(Hallamonic()))),
-    "no weights": _kind(
+    "no weights": Kind(
         lambda s: not (s["checkpoint.enable"] and (s["checkpoint.initial_load_in_hf"] or s["checkpoint.initial_load_path"])),
         "checkpoint.enable", "checkpoint.initial_load_in_hf", "checkpoint.initial_load_path"),
-    "nothing to train": _kind(lambda s: s["hallamonic.train"] == "harmonic" and not s.converted_layers,
+    "nothing to train": Kind(lambda s: s["hallamonic.train"] == "harmonic" and not s.converted_layers,
                               "hallamonic.train", "converted_layers"),
     "teacher": _set("hallamonic.teacher_path"),
-    "weight out of range": _kind(lambda s: not 0 <= s["hallamonic.teacher_weight"] <= 1, "hallamonic.teacher_weight"),
+    "weight out of range": Kind(lambda s: not 0 <= s["hallamonic.teacher_weight"] <= 1, "hallamonic.teacher_weight"),
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """
-    A combination that is refused.
+    """A combination that is refused. The docs list the reason too."""
 
-    Args:
-        kinds (tuple[str, ...]):
-            Keys of `KINDS` that do not go together; of those joined by "|" any.
-        reason, remedy (str):
-            For the error, and the reason for the docs.
-        families (tuple[str, ...]):
-            The families that it holds for. Default: all.
-        unless (tuple[str, ...]):
-            Kinds of which any lifts it. Default: none.
-    """
-
+    # keys of `KINDS`; of those joined by "|" any
     kinds: tuple[str, ...]
     reason: str
     remedy: str
     families: tuple[str, ...] = FAMILIES
+    # any of these lifts it
     unless: tuple[str, ...] = ()
 
     def applies(self, family: str, kinds: Collection[str]) -> bool:
@@ -327,10 +293,8 @@ def refusal(family: str, kinds: Collection[str]) -> Row | None:
 
 def check_job(start: Start) -> None:
     """
-    Refuse when a job starts what would fail later, or silently train something else.
-
-    Raises:
-        ValueError: says what does not combine, what is configured, and the remedy.
+    Refuse, by a ValueError when a job starts, what would fail later or silently train something else: it says what does not
+    combine, what is configured, and the remedy.
     """
     if (row := refusal(start.family, start.kinds())) is not None:
         raise ValueError(f"{start.family}: {row.reason}, but {row.asked(start)}. Remedy: {row.remedy}")

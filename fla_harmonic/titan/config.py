@@ -40,7 +40,7 @@ class Harmonic:
     loss_chunk_tokens: int = 0
     """
     Tokens whose logits exist at a time: the model computes the loss itself, a chunk of tokens after another, with the values
-    and gradients of the dense loss. 0 is the dense loss, on logits [T, vocab_size]. For all three families
+    and gradients of the dense loss. 0 is the dense loss, on logits [T, vocab_size]. For all families
     """
 
     segment_len: int = 0
@@ -95,9 +95,7 @@ class Audit:
 
 @dataclass
 class JobConfig:
-    """
-    Extension of torchtitan's JobConfig, which merges these sections into its own.
-    """
+    """Extension of torchtitan's JobConfig, which merges these sections into its own."""
 
     data: Data = field(default_factory=Data)
     """Text data configuration"""
@@ -112,50 +110,36 @@ class JobConfig:
     """Whether the losses that are logged read the future"""
 
 
+def _section(job_config: Any, default: Any) -> Any:
+    """A section of a job; the default in a job that does not name this module as its `custom_config_module`."""
+    section = getattr(job_config, type(default).__name__.lower(), None)
+    return default if section is None else section
+
+
 def data_section(job_config: Any) -> Data:
-    """
-    The `[data]` section of a job configuration, or its defaults where the job has no such section, as in a job that does
-    not name this module as its `custom_config_module`.
-    """
-    section = getattr(job_config, "data", None)
-    return Data() if section is None else section
+    return _section(job_config, Data())
 
 
 def harmonic_section(job_config: Any) -> Harmonic:
-    """The `[harmonic]` section of a job configuration, or its defaults where the job has no such section."""
-    section = getattr(job_config, "harmonic", None)
-    return Harmonic() if section is None else section
+    return _section(job_config, Harmonic())
 
 
 def hallamonic_section(job_config: Any) -> Hallamonic:
-    """The `[hallamonic]` section of a job configuration, or its defaults where the job has no such section."""
-    section = getattr(job_config, "hallamonic", None)
-    return Hallamonic() if section is None else section
+    return _section(job_config, Hallamonic())
 
 
 def audit_section(job_config: Any) -> Audit:
-    """The `[audit]` section of a job configuration; without one nothing is audited."""
-    section = getattr(job_config, "audit", None)
-    return Audit(interval=0) if section is None else section
+    # without a section nothing is audited
+    return _section(job_config, Audit(interval=0))
 
 
 def config_overrides(job_config: Any) -> dict[str, Any]:
-    """
-    The fields that `[harmonic] config` sets.
-
-    Raises:
-        ValueError: see `parse_fields`.
-    """
+    """The fields that `[harmonic] config` sets."""
     return parse_fields(harmonic_section(job_config).config.split())
 
 
 def parse_fields(entries: Sequence[str]) -> dict[str, Any]:
-    """
-    Entries name=value, the value in JSON or a plain word, as a dictionary.
-
-    Raises:
-        ValueError: an entry is no name=value, or sets a field again.
-    """
+    """Entries name=value, the value in JSON or a plain word, as a dictionary; a ValueError for others and repeated names."""
     fields: dict[str, Any] = {}
     for entry in entries:
         name, equals, text = entry.partition("=")

@@ -42,21 +42,15 @@ class Args:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """
-    The checkpoint `path` itself, or the one with the most steps in the folder `path`.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """The checkpoint `path` itself, or the latest in the folder `path`; a FileNotFoundError if there is none."""
     if is_whole(path):
         return path
     # a save that was cut off is no checkpoint
     steps = [folder for folder in checkpoint_steps(path).values() if is_whole(folder)]
     if not steps:
         raise FileNotFoundError(
-            "expected a whole checkpoint of torchtitan, or a folder of step-N checkpoints, but found none in "
-            f"{path}. "
-            "Remedy: pass {job.dump_folder}/{checkpoint.folder} of a run with checkpoint.enable = true"
+            f"expected a whole checkpoint of torchtitan, or a folder of step-N checkpoints, but found none in {path}. Remedy: "
+            "pass {job.dump_folder}/{checkpoint.folder} of a run with checkpoint.enable = true"
         )
     return steps[-1]
 
@@ -75,12 +69,7 @@ def load_model(job_config: JobConfig, checkpoint: Path) -> ModelProtocol:
 
 
 def to_hf(job_config: JobConfig, model: ModelProtocol) -> PreTrainedModel:
-    """
-    The HF model with the weights of a torchtitan model.
-
-    Raises:
-        RuntimeError: names or shapes of the two differ.
-    """
+    """The HF model with the weights of a torchtitan model."""
     spec, args = _spec_and_args(job_config)
     hf_model = args.build_hf()
     adapter = spec.state_dict_adapter(args, hf_assets_path=None)
@@ -93,20 +82,7 @@ def to_hf(job_config: JobConfig, model: ModelProtocol) -> PreTrainedModel:
 
 
 def export(job_config: JobConfig, checkpoint: Path, out: Path) -> None:
-    """
-    Write the HF directory of a checkpoint.
-
-    Args:
-        job_config (JobConfig):
-            The job that the checkpoint was trained with.
-        checkpoint (Path):
-            A checkpoint or a folder of checkpoints.
-        out (Path):
-            The directory, made if it is missing.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint, or no tokenizer.
-    """
+    """Write the HF directory `out` of a checkpoint, or of the latest in a folder, and of the job that it was trained with."""
     checkpoint = find_checkpoint(checkpoint)
     spec, args = _spec_and_args(job_config)
     # what may be missing comes first, so that no half a directory is left

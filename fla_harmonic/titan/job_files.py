@@ -6,7 +6,6 @@ sizes differ in no more.
 """
 
 import copy
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -95,14 +94,6 @@ seed = 42
 '''
 
 
-@dataclass
-class Options:
-    """Where the files go."""
-
-    out: Path = Path("titan_configs")
-    """Folder, made if it is missing; files of the same names are replaced."""
-
-
 def count_parameters(family: str, flavor: str) -> int:
     """Parameters of the model that torchtitan trains, a tied table once; none is allocated."""
     spec = get_train_spec(family)
@@ -126,12 +117,18 @@ def job_files() -> dict[str, str]:
     return files
 
 
-def main(options: Options) -> None:
-    options.out.mkdir(parents=True, exist_ok=True)
+def main(out: Path = Path("titan_configs")) -> None:
+    """
+    Write the files.
+
+    Args:
+        out: Folder, made if it is missing; files of the same names are replaced.
+    """
+    out.mkdir(parents=True, exist_ok=True)
     for name, text in job_files().items():
-        (options.out / name).write_text(text, encoding="utf-8")
-        print(options.out / name)
+        (out / name).write_text(text, encoding="utf-8")
+        print(out / name)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    tyro.cli(main)

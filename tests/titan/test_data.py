@@ -142,7 +142,7 @@ def test_a_position_that_does_not_name_its_data_is_taken_and_logged(caplog) -> N
 def job(tmp_path, monkeypatch):
     """Build a job configuration from TOML, as torchtitan's own entry point does."""
     sizes = {"tiny": 100, "debug": 256, "big": 512}
-    flavors = {name: SimpleNamespace(vocab_size=size) for name, size in sizes.items()}
+    flavors = {name: SimpleNamespace(vocab_size=size, update_from_config=lambda job: None) for name, size in sizes.items()}
     monkeypatch.setitem(train_spec._extra_train_specs, "toy", SimpleNamespace(model_args=flavors))
 
     def build_config(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jobs import CONFIGS, job
 from torchtitan.protocols.train_spec import get_train_spec
 
-from fla_harmonic.titan.job_files import Options, count_parameters, job_files, main
+from fla_harmonic.titan.job_files import count_parameters, job_files, main
 from fla_harmonic.titan.models import flavors
 from fla_harmonic.titan.models.flavors import SIZES
 
@@ -148,7 +148,7 @@ def test_files_of_all_sizes_follow_one_protocol_the_papers() -> None:
 
 
 def test_the_files_are_what_the_command_writes(tmp_path: Path) -> None:
-    main(Options(out=tmp_path / "new"))
+    main(tmp_path / "new")
     written = {path.name: path.read_text() for path in (tmp_path / "new").iterdir()}
     assert written == job_files()
     assert written.keys() == {f"{family}_{size.lower()}.toml" for family in FAMILIES for size in SIZES}

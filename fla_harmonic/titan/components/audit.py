@@ -28,16 +28,8 @@ def audit_batch(loss_of: Loss, inputs: Inputs, labels: torch.Tensor, vocab_size:
     All ranks call it together. Those that share a batch must pass the same seed.
 
     Args:
-        loss_of (Callable):
-            The job's loss of inputs and labels, a scalar; labels of -100 do not count.
         inputs (dict[str, Any]):
             `input`, token ids `[B, T]`, and what else the model gets: `labels`, `document_ids`, `carried`.
-        labels (torch.Tensor):
-            Token ids to predict, `[B, T]`.
-        vocab_size (int):
-            Ids are below it.
-        seed (tuple[int, ...]):
-            Of splits and replacements.
         what (str):
             What is audited, for the message.
 
@@ -67,10 +59,8 @@ def replaced(
     inputs: Inputs, labels: torch.Tensor, vocab_size: int, seed: tuple[int, ...]
 ) -> tuple[Inputs, torch.Tensor, list[int]]:
     """
-    Inputs whose rows have other tokens behind a split, and in all documents but the split's.
-
-    Returns:
-        The inputs; the labels, of which those before the splits (in its document) are left; and the splits.
+    Inputs whose rows have other tokens behind a split, and in all documents but the split's; the labels that are left, those
+    before the split in its document; and the splits.
     """
     rng = np.random.default_rng(seed)
     tokens = inputs["input"].cpu().numpy()

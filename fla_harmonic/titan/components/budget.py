@@ -28,10 +28,6 @@ def keep_token_budget(job_config: Any, dp_world_size: int = 1) -> None:
     The global batch is split over the ranks, so that their number does not change the budget. A rank computes at most as
     many tokens at a time as `local_batch_size x seq_len` of the file, or one sequence, and accumulates gradients over the
     rest.
-
-    Raises:
-        ValueError: the job as it is configured does not amount to the budget, the length does not divide it, or the ranks
-            do not divide the batch.
     """
     training, scheduler, data = job_config.training, job_config.lr_scheduler, data_section(job_config)
     for name in ("token_budget", "budget_seq_len"):

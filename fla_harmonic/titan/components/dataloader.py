@@ -32,13 +32,18 @@ def _text_key(job_config: JobConfig) -> tuple[Any, ...]:
     return model.name, model.hf_assets_path, training.dataset, training.dataset_path, repr(data_section(job_config))
 
 
-def check_vocabulary(tokens: np.ndarray, tokenizer: TextTokenizer, job_config: JobConfig) -> None:
-    """A ValueError where a token that occurs has no row in the embedding of the job's model, or its flavor is unknown."""
+def _model_args(job_config: JobConfig) -> Any:
     model = job_config.model
     flavors = get_train_spec(model.name).model_args
     if model.flavor not in flavors:
         raise ValueError(f"expected [model] flavor of {model.name} to be one of {', '.join(flavors)}, got {model.flavor!r}")
-    vocab_size, largest = flavors[model.flavor].vocab_size, int(tokens.max())
+    return flavors[model.flavor]
+
+
+def check_vocabulary(tokens: np.ndarray, tokenizer: TextTokenizer, job_config: JobConfig) -> None:
+    """A ValueError where a token that occurs has no row in the embedding of the job's model, or its flavor is unknown."""
+    model = job_config.model
+    vocab_size, largest = _model_args(job_config).vocab_size, int(tokens.max())
     if largest >= vocab_size:
         raise ValueError(
             f"token {largest} ({tokenizer.decode([largest])!r}) occurs in the text, and {model.name} {model.flavor} has "
@@ -53,13 +58,12 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: TextTokenizer,
     `harmonic.stateful` of consecutive text. The log says how many epochs the steps make.
 
     The trainer reads length, batches, steps and schedule after this call: those of `data.budget_seq_len` hold for all of it.
-
-    Raises:
-        ValueError: the corpus, the batch sizes, the budget or the model do not fit together; the message says which.
-        FileNotFoundError: the corpus is not there.
     """
     keep_token_budget(job_config, dp_world_size)
     warn_of_another_budget(job_config, dp_world_size)
+    model_args = _model_args(job_config)
+    # the trainer does this after the data is there, which has to fit the model
+    model_args.update_from_config(job_config)
     training, data = job_config.training, data_section(job_config)
     if training.dataloader.num_workers != 0:
         raise ValueError(
@@ -85,8 +89,7 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: TextTokenizer,
     )
     make: Callable[..., WindowLoader] = partial(WindowLoader, global_batch_size=rows)
     if harmonic_section(job_config).stateful:
-        layout = get_train_spec(job_config.model.name).model_args[job_config.model.flavor].state_layout()
-        make = partial(StreamLoader, streams=rows, layout=layout)
+        make = partial(StreamLoader, streams=rows, layout=model_args.state_layout())
         logger.info(f"stateful: {rows:,} streams of {len(windows) // rows:,} windows; {len(windows) % rows:,} are not read")
         if documents > 1 and not data.reset_documents:
             logger.warning("states run on from one document into the next: [data] reset_documents = true resets them there")

@@ -20,13 +20,10 @@ def clean_name(name: str) -> str:
 
 @torch.no_grad()
 def init_from_reference(
-    model: nn.Module,
-    build: Callable[[], nn.Module],
-    seed: int | None = None,
-    buffer_device: torch.device | None = None,
+    model: nn.Module, build: Callable[[], nn.Module], seed: int | None = None, buffer_device: torch.device | None = None
 ) -> None:
     """
-    Copy into `model` the parameters and buffers of the same model, built unsharded on the CPU.
+    Copy into `model` the parameters and buffers of the same model, which `build` returns initialised, unsharded on the CPU.
 
     Stock torchtitan lets every rank draw its own shard, so the numbers depend on the sharding. Here every rank draws the
     whole model from the same seed and keeps its part: one rank, FSDP and HSDP begin with the same bits, by the model's own
@@ -34,17 +31,11 @@ def init_from_reference(
 
     Args:
         model (nn.Module):
-            What `to_empty` left, with any values: plain tensors or DTensors on any device. A stage of a pipeline too: what
-            torchtitan took out of it is left out of the comparison.
-        build (Callable[[], nn.Module]):
-            Returns an initialised model with the same names; it is called on the CPU.
+            What `to_empty` left: plain tensors or DTensors on any device. A stage of a pipeline has its own part alone.
         seed (int | None):
             Seed of the draw. Default: `torch.initial_seed()`, on which torchtitan makes all ranks agree.
         buffer_device (torch.device | None):
             Where buffers go. Default: where they are.
-
-    Raises:
-        RuntimeError: a parameter or buffer of the one has no counterpart of the same shape in the other.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(torch.initial_seed() if seed is None else seed)

@@ -20,16 +20,12 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _Head(nn.Module):
-    """
-    Returns logits, or the loss if it is given labels: in a module's forward pass, where FSDP has the whole weight.
-    """
+    """Returns logits, or the loss if it is given labels: in a module's forward pass, where FSDP has the whole weight."""
 
     weight: torch.Tensor
     chunk_tokens: int
 
-    def forward(
-        self, input: torch.Tensor, labels: torch.Tensor | None = None, recomputed: bool = False,
-    ) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, labels: torch.Tensor | None = None, recomputed: bool = False) -> torch.Tensor:
         """Logits `[..., V]` of hidden states `[..., H]`; with labels `[...]` their loss, see `linear_cross_entropy`."""
         if labels is None:
             return F.linear(input, self.weight)
@@ -37,15 +33,7 @@ class _Head(nn.Module):
 
 
 class LossHead(_Head, nn.Linear):
-    """
-    The output layer of a language model, from a linear layer without bias whose weight it takes over.
-
-    Args:
-        linear (nn.Linear):
-            The layer.
-        chunk_tokens (int):
-            Tokens whose logits exist at a time in the loss; 0: all.
-    """
+    """The output layer of a language model, from a linear layer without bias whose weight it takes over."""
 
     def __init__(self, linear: nn.Linear, chunk_tokens: int) -> None:
         if linear.bias is not None:
@@ -60,12 +48,6 @@ class TiedHead(_Head):
     """
     The head of a model whose logits are products with its own token embeddings. It has no parameter: the table belongs to
     the embeddings alone, so that `to_empty`, optimizers, gradient norms and checkpoints meet it once.
-
-    Args:
-        embeddings (nn.Embedding):
-            The token embeddings; their weight is looked up at every call.
-        chunk_tokens (int):
-            Tokens whose logits exist at a time in the loss; 0: all. Default: 0.
     """
 
     def __init__(self, embeddings: nn.Embedding, chunk_tokens: int = 0) -> None:
@@ -85,33 +67,21 @@ class TiedHead(_Head):
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    chunk_tokens: int = 0,
-    recomputed: bool = False,
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int = 0, recomputed: bool = False
 ) -> torch.Tensor:
     """
-    Summed cross entropy of the logits `hidden @ weight.T`, `chunk_tokens` of them at a time.
+    Summed cross entropy of the logits `hidden @ weight.T` for hidden states `[..., H]`, a weight `[V, H]` and labels `[...]`,
+    of which -100 does not count: float32, and float64 for float64 input.
 
     Full precision runs on torch's fused operator. Where that rounds sums to half precision, or has no rule for a sharded
     weight, the chunks are computed again in the backward pass; sums and the weight's gradient are float32 there.
 
     Args:
-        hidden (torch.Tensor):
-            Hidden states of shape `[..., H]`.
-        weight (torch.Tensor):
-            Weight of shape `[V, H]`.
-        labels (torch.Tensor):
-            Token ids of shape `[...]`, int64; -100 does not count.
         chunk_tokens (int):
-            Tokens whose logits exist at a time; 0: all. Default: 0.
+            Tokens whose logits exist at a time; 0: all.
         recomputed (bool):
             Whether this runs in a function that `torch.utils.checkpoint` repeats: then no gradient is computed ahead, which
-            the repeated function would keep. Default: `False`.
-
-    Returns:
-        A float32 scalar; float64 for float64 input.
+            the repeated function would keep.
     """
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     if not chunk_tokens or not labels.numel():

@@ -22,11 +22,7 @@ from fla_harmonic.titan.config import compiles_model, global_batch_size
 class JSONLLogger(BaseLogger):
     """
     Appends `{"step": ..., metric: value, ...}` for every logged step and every validation. Floats keep all their digits; what
-    is not finite is null, as JSON has no NaN.
-
-    Args:
-        path (str | os.PathLike):
-            The file. Its folder is made; what the file holds stays until `truncate`.
+    is not finite is null, as JSON has no NaN. What the file holds stays until `truncate`.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:

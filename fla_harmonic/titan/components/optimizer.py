@@ -35,12 +35,7 @@ class DecayGroupsContainer(OptimizersContainer):
     """
     torchtitan's container with two parameter groups per model part: matrices with weight decay, the rest without, which stay
     as they are, bit for bit, where they have no gradient. Checkpoints are torchtitan's: state is stored by parameter name.
-
-    Args:
-        model_parts (list[nn.Module]):
-            The models; one that has `undecayed` (names) excludes these as well.
-        optimizer_cls, optimizer_kwargs:
-            `Adam` or `AdamW`, and its arguments. `weight_decay` holds for the first group.
+    A model that has `undecayed` (names) excludes these as well.
     """
 
     def __init__(
@@ -62,17 +57,9 @@ class DecayGroupsContainer(OptimizersContainer):
 
 
 def build_optimizers(
-    model_parts: list[nn.Module],
-    optimizer_config: OptimizerConfig,
-    parallel_dims: ParallelDims,
-    ft_manager: None = None,
+    model_parts: list[nn.Module], optimizer_config: OptimizerConfig, parallel_dims: ParallelDims, ft_manager: None = None
 ) -> DecayGroupsContainer:
-    """
-    `build_optimizers_fn` of all families, with torchtitan's signature.
-
-    Raises:
-        ValueError: the name or the implementation is unknown.
-    """
+    """`build_optimizers_fn` of all families."""
     for field, known in {"name": tuple(_CLASSES), "implementation": _IMPLEMENTATIONS}.items():
         if (value := getattr(optimizer_config, field)) not in known:
             raise ValueError(f"expected optimizer.{field} in {known}, but got {value!r}")

@@ -32,19 +32,14 @@ States = Sequence[LayerState]
 
 
 def state_layout(blocks: Iterable[nn.Module]) -> tuple[LayerLayout, ...]:
-    """
-    What the blocks of a Harmonic model remember.
-
-    Raises:
-        ValueError: a block has another layer than `HarmonicAttention`, so that its memory is no state of constant size.
-    """
+    """What the blocks of a Harmonic model remember; a ValueError for a block with another layer than `HarmonicAttention`."""
     layout = []
     for index, block in enumerate(blocks):
         attn = getattr(block, "attn", None)
         if not isinstance(attn, HarmonicAttention):
             raise ValueError(
                 f"expected HarmonicAttention in every block, but block {index} has {type(attn).__name__}: its memory is not a "
-                "state that one segment can hand to the next. Remedy: harmonic.segment_len = 0 and harmonic.stateful = false"
+                "state that one segment can pass to the next. Remedy: harmonic.segment_len = 0 and harmonic.stateful = false"
             )
         conv = (attn.hidden_size, attn.conv_size) if attn.use_short_conv else None
         layout.append(LayerLayout((attn.level_size,) * len(attn.levels), conv))

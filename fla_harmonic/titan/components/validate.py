@@ -42,10 +42,6 @@ class SplitValidator(BaseValidator):
 
     The arguments are those of torchtitan's `build_validator_fn`, which this is for all families. `[validation] dataset` left
     out is the training corpus.
-
-    Raises:
-        ValueError: the text is not what it should be, or does not fit the model.
-        FileNotFoundError: the corpus is not there.
     """
 
     def __init__(

@@ -40,18 +40,7 @@ _GRAPHS_OF_A_BLOCK = 64
 def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
     """
     Tensor and context parallelism, then torchtitan's activation checkpointing, compilation, and FSDP, HSDP or DDP, in this
-    order, for an `HFModel` or a pipeline stage of one.
-
-    Args:
-        model (nn.Module):
-            The model with torchtitan's names, on the meta device. It is changed in place.
-        parallel_dims (ParallelDims):
-            Meshes; `fla_harmonic.titan.combinations` says which may be larger than 1.
-        job_config (JobConfig):
-            The job.
-
-    Returns:
-        The model.
+    order, for an `HFModel` on the meta device, or a pipeline stage of one. It is changed in place, and returned.
 
     Raises:
         ValueError: the tensor parallel degree does not divide the model's sizes.
@@ -108,7 +97,7 @@ def parallelize_llama_anywhere(model: nn.Module, parallel_dims: ParallelDims, jo
 
 
 def _compile_blocks(model: nn.Module, backend: str, fullgraph: bool, apart: bool) -> None:
-    """`apart`: blocks that hand states on differ in their index, and together would exceed torch.compile's limit of graphs."""
+    """`apart`: blocks that pass states on differ in their index, and together would exceed torch.compile's limit of graphs."""
     layers = cast(nn.ModuleDict, model.layers)
     for name, block in layers.named_children():
         # torch's overloads lack its newest arguments

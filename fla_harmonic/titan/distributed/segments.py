@@ -27,10 +27,6 @@ class SegmentCache(Cache):
     """
     fla's cache for one segment: what a layer reads is what the segment began with, and what it writes is kept apart. So a
     block that activation checkpointing computes a second time computes the same.
-
-    Args:
-        before (States):
-            What the layers remember when the segment begins.
     """
 
     def __init__(self, before: States) -> None:
@@ -46,12 +42,7 @@ class SegmentCache(Cache):
         return {"recurrent_state": levels, "conv_state": conv}
 
     def update(
-        self,
-        *,
-        layer_idx: int,
-        recurrent_state: tuple[torch.Tensor, ...],
-        conv_state: torch.Tensor | None,
-        **_: Any,
+        self, *, layer_idx: int, recurrent_state: tuple[torch.Tensor, ...], conv_state: torch.Tensor | None, **_: Any
     ) -> None:
         self.after[layer_idx] = LayerState(recurrent_state, conv_state)
 
@@ -61,15 +52,7 @@ class SegmentCache(Cache):
 
 
 class Packing:
-    """
-    The documents of B rows as one packed row, and which of them each row's states enter and leave.
-
-    Args:
-        document_ids (torch.Tensor):
-            Number of each token's document within its row, of shape `[B, T]`.
-        continues (torch.Tensor):
-            Whether a row's first document continues from the row's state, `[B]` bool.
-    """
+    """The documents of B rows as one packed row, and which of them each row's states enter and leave."""
 
     def __init__(self, document_ids: torch.Tensor, continues: torch.Tensor) -> None:
         self.continues = continues
@@ -80,7 +63,7 @@ class Packing:
         self.last = torch.cat([self.first[1:], self.first.new_tensor([len(self.cu_seqlens) - 1])]) - 1
 
     def enter(self, states: States) -> States:
-        """States of N documents from those of B rows: the rows' own for documents that go on, else zero."""
+        """States of N documents from those of B rows: the rows' own for documents that continue, else zero."""
         documents = len(self.cu_seqlens) - 1
 
         def spread(rows: torch.Tensor) -> torch.Tensor:
@@ -113,15 +96,9 @@ def run_segments(
     segment_len: int = 0,
 ) -> tuple[torch.Tensor, States]:
     """
-    Loss of a sequence from given states on, and the states after it.
+    Summed loss of the tokens and labels `[B, T]` from the rows' states on, and the states after them.
 
     Args:
-        hidden, loss:
-            The model from tokens to hidden states, and from these to the summed loss.
-        states (States):
-            What the layers remember of the B rows before their first token.
-        tokens, labels (torch.Tensor):
-            Token ids of shape `[B, T]`.
         document_ids (torch.Tensor, Optional):
             Number of each token's document within its row, of shape `[B, T]`: states start again where it changes.
             Default: each row is one document.
@@ -129,13 +106,7 @@ def run_segments(
             Whether a row continues from its states, `[B]` bool; the others start from zeros. Default: all do.
         segment_len (int):
             Most tokens of a segment; the segments of a sequence are as equal as can be. 0: one segment, whose activations
-            are kept. Default: 0.
-
-    Returns:
-        total (torch.Tensor):
-            Sum of the segments' losses.
-        states (States):
-            What the layers remember of the B rows after their last token.
+            are kept.
     """
     rows, length = tokens.shape
     if continues is None:
@@ -144,11 +115,7 @@ def run_segments(
     recomputed = count > 1
 
     def segment(
-        tokens: torch.Tensor,
-        labels: torch.Tensor,
-        document_ids: torch.Tensor | None,
-        continues: torch.Tensor,
-        states: States,
+        tokens: torch.Tensor, labels: torch.Tensor, document_ids: torch.Tensor | None, continues: torch.Tensor, states: States
     ) -> tuple[torch.Tensor, States]:
         if recomputed and tokens.device.type == "cpu" and _MALLOC_TRIM is not None:
             # what the segment before has left: glibc keeps holes that are a few bytes too small for the next aligned tensor,

@@ -30,10 +30,7 @@ _TOKENS, _CHANNELS = Shard(1), Shard(2)
 
 
 def check_sizes(block: nn.Module, degree: int) -> None:
-    """
-    Raises:
-        ValueError: the block has a size that the degree does not divide.
-    """
+    """A ValueError where the block has a size that the degree does not divide."""
     attn = cast(HarmonicAttention, block.attn)
     mlp = cast(nn.Module, block.mlp)
     sizes = {"channels of a level": attn.level_size, "`intermediate_size`": cast(nn.Linear, mlp.up_proj).out_features}
@@ -51,13 +48,7 @@ def check_sizes(block: nn.Module, degree: int) -> None:
 class LocalParameters(ParallelStyle):
     """
     Parameters are DTensors outside a module's forward and the rank's plain tensors within, so that the module, and any
-    kernel in it, computes on local tensors.
-
-    Args:
-        placement (Placement):
-            How the parameters lie on the mesh.
-        grad_placement (Placement):
-            How the gradient that a rank computes lies there.
+    kernel in it, computes on local tensors. `grad_placement` is how the gradient that a rank computes lies on the mesh.
     """
 
     def __init__(self, placement: Placement, grad_placement: Placement) -> None:
@@ -135,15 +126,8 @@ class VocabularyParallel(ColwiseParallel):
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, loss_parallel: bool) -> None:
     """
-    Shard an `HFModel` of Harmonic blocks, or a pipeline stage of one, in place.
-
-    Args:
-        model (nn.Module):
-            The model with torchtitan's names, on the meta device.
-        mesh (DeviceMesh):
-            One-dimensional.
-        loss_parallel (bool):
-            Whether logits stay sharded over the vocabulary.
+    Shard an `HFModel` of Harmonic blocks on the meta device, or a pipeline stage of one, in place. With `loss_parallel`
+    logits stay sharded over the vocabulary.
 
     Raises:
         ValueError: the mesh does not fit the model (see `check_sizes`).

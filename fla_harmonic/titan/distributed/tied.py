@@ -26,19 +26,7 @@ def apply_fsdp_tied(
 ) -> None:
     """
     torchtitan's `apply_fsdp` for a model whose head is a `TiedHead`: embeddings, last norm and head are one group, whose
-    table is gathered once for both uses, and whose gradient is reduced once with both parts in it.
-
-    Args:
-        model (nn.Module):
-            The model, with torchtitan's names; changed in place.
-        dp_mesh (DeviceMesh):
-            Mesh of FSDP, or of HSDP with two dimensions.
-        param_dtype, reduce_dtype (torch.dtype):
-            What parameters are gathered in, and gradients reduced in.
-        cpu_offload (bool):
-            Whether shards rest in CPU memory. Default: `False`.
-        reshard_after_forward_policy (str):
-            "always" and "default" free a block's parameters after its forward pass, "never" keeps them.
+    table is gathered once for both uses, and whose gradient is reduced once with both parts in it. Arguments as there.
     """
     policies: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
     if cpu_offload:

@@ -20,9 +20,11 @@ Harmonic's flavor of a size is the paper's layer, with `-stack` the stack, and w
 shape is published: 112M has the tables of 28M, which every kind of parallelism can split.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from transformers import MambaConfig
+from transformers import MambaConfig, PreTrainedConfig
 
 from fla_harmonic.models.harmonic import HarmonicConfig
 from fla_harmonic.titan.models.hf_model import HFModelArgs
@@ -31,55 +33,36 @@ from fla_harmonic.titan.models.llama import LlamaArgs
 
 @dataclass(frozen=True)
 class Size:
-    """
-    What the flavors of a size have in common, and what follows from its width by no rule.
+    """What the flavors of a size have in common, and what follows from its width by no rule."""
 
-    Args:
-        width (int):
-            Of the hidden states.
-        tied (bool):
-            Whether embeddings and head are one table.
-        stack_mlp (int):
-            Width of the MLP in the stack's blocks: the largest multiple of 16 whose count stays below the paper's.
-        best_mlp (int):
-            Its width in the blocks of `best`: the largest multiple of 8 whose count stays below the paper's.
-        heads (int):
-            Llama's heads, of 32, 64 or 96 channels.
-        vocab_size (int):
-            Rows of a table. Default: GPT-2's.
-    """
-
+    # of the hidden states
     width: int
+    # whether embeddings and head are one table
     tied: bool
+    # of the MLPs in the stack and in `best`: the largest multiples of 16 and of 8 whose count stays below the paper's
     stack_mlp: int
     best_mlp: int
+    # Llama's, of 32, 64 or 96 channels
     heads: int
+    # GPT-2's
     vocab_size: int = 50257
+
+    def _hf(self, config: Callable[..., PreTrainedConfig], **fields: Any) -> HFModelArgs:
+        shared = {"hidden_size": self.width, "vocab_size": self.vocab_size, "tie_word_embeddings": self.tied}
+        return HFModelArgs.of(config(**shared, **fields))
 
     def paper(self) -> HFModelArgs:
         """The paper's single layer of three levels."""
-        return HFModelArgs.of(HarmonicConfig.paper(
-            hidden_size=self.width,
-            vocab_size=self.vocab_size,
-            tie_word_embeddings=self.tied,
-        ))
+        return self._hf(HarmonicConfig.paper)
 
     def stack(self) -> HFModelArgs:
         """Two blocks of Harmonic, whose decays are free and begin in the paper's ranges."""
-        return HFModelArgs.of(HarmonicConfig(
-            hidden_size=self.width,
-            vocab_size=self.vocab_size,
-            intermediate_size=self.stack_mlp,
-            num_hidden_layers=2,
-            timescale_mode="init",
-            tie_word_embeddings=self.tied,
-        ))
+        return self._hf(HarmonicConfig, intermediate_size=self.stack_mlp, num_hidden_layers=2, timescale_mode="init")
 
     def best(self) -> HFModelArgs:
         """The best blocks that were found: three of them, short convolutions, faster levels, wider initial weights."""
-        return HFModelArgs.of(HarmonicConfig(
-            hidden_size=self.width,
-            vocab_size=self.vocab_size,
+        return self._hf(
+            HarmonicConfig,
             intermediate_size=self.best_mlp,
             num_hidden_layers=3,
             timescales=((1.01, 1.2), (1.2, 8), (8, 1000)),
@@ -87,20 +70,13 @@ class Size:
             use_short_conv=True,
             # 0.06 at the width of the search, and the same size of a map's outputs at the others
             initializer_range=round(0.68 * self.width ** -0.5, 3),
-            tie_word_embeddings=self.tied,
-        ))
+        )
 
     def mamba(self) -> HFModelArgs:
         """Mamba in its stock layout: expand 2, state 16, convolution 4."""
-        return HFModelArgs.of(MambaConfig(
-            hidden_size=self.width,
-            vocab_size=self.vocab_size,
-            num_hidden_layers=5,
-            # mamba-ssm's. transformers' 0.1 would give an untied head logits of deviation 1.6 at the start, where the other
-            # families begin near the uniform distribution
-            initializer_range=0.02,
-            tie_word_embeddings=self.tied,
-        ))
+        # mamba-ssm's range. transformers' 0.1 would give an untied head logits of deviation 1.6 at the start, where the other
+        # families begin near the uniform distribution
+        return self._hf(MambaConfig, num_hidden_layers=5, initializer_range=0.02)
 
     def llama(self) -> LlamaArgs:
         """Llama with a SwiGLU of about 2.5 times the width."""

@@ -14,9 +14,7 @@ Converted pretrained models behind torchtitan's interface. Shape, tokenizer and 
     train = "harmonic"
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +33,8 @@ from fla_harmonic.hallamonic.modeling_hallamonic import HarmonicMixer, positions
 from fla_harmonic.layers.harmonic import TIMESCALES
 from fla_harmonic.ops.harmonic.context_parallel import CPContext
 from fla_harmonic.titan.combinations import Start
-from fla_harmonic.titan.components.init import init_from_reference
 from fla_harmonic.titan.components.loss import TiedHead
 from fla_harmonic.titan.components.stateful import RowStates
-from fla_harmonic.titan.components.window_loader import WindowLoader
 from fla_harmonic.titan.config import hallamonic_section
 from fla_harmonic.titan.models.hf_model import HFModel, HFModelArgs
 
@@ -47,17 +43,7 @@ _MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slid
 
 @dataclass
 class HallamonicArgs(HFModelArgs):
-    """
-    Arguments of a `Hallamonic`, those of an `HFModel` and:
-
-    Args:
-        train (str):
-            The job's `[hallamonic] train`.
-        teacher_path (str), teacher_weight (float):
-            Those of the same section.
-        teacher_dtype (str):
-            What the teacher computes in: the job's `training.mixed_precision_param`.
-    """
+    """Arguments of an `HFModel`, and the job's `[hallamonic]` section. The teacher computes in `mixed_precision_param`."""
 
     family: str = "hallamonic"
     train: str = "all"
@@ -79,33 +65,16 @@ class HallamonicArgs(HFModelArgs):
         length = config.max_position_embeddings
         return seq_len if length == UNLIMITED else max(seq_len, length) if config.all_harmonic else length
 
-    def read(self, directory: str | Path) -> None:
-        """
-        Take the configuration of a converted model.
-
-        Raises:
-            ValueError: the directory holds none.
-        """
-        values: dict[str, Any] = {}
-        if (Path(directory) / "config.json").is_file():
-            values, _ = PreTrainedConfig.get_config_dict(directory)
-        if (kind := values.get("model_type", "no config.json")) != HallamonicConfig.model_type:
+    def update_from_config(self, job_config: JobConfig, **kwargs: object) -> None:
+        """As `HFModelArgs`, with the configuration of `model.hf_assets_path` and the `[hallamonic]` section."""
+        directory = job_config.model.hf_assets_path
+        self.config = _config_json(directory)
+        if (kind := self.config.get("model_type")) != HallamonicConfig.model_type:
             raise ValueError(
-                f"hallamonic: expected the directory of a converted model in model.hf_assets_path, but {str(directory)!r} has "
-                f"{kind if not values else f'model_type = {kind!r}'}. Remedy: write one with `python -m "
+                f"hallamonic: expected the directory of a converted model in model.hf_assets_path, but {directory!r} has "
+                f"{f'model_type = {kind!r}' if self.config else 'no config.json'}. Remedy: write one with `python -m "
                 "fla_harmonic.hallamonic convert`"
             )
-        self.config = values
-
-    def update_from_config(self, job_config: JobConfig, **kwargs: object) -> None:
-        """
-        Take the configuration of `model.hf_assets_path`, and the `[hallamonic]` section, from the job.
-
-        Raises:
-            ValueError: the directory holds no converted model, the teacher has other tokens, or the job asks for what does
-                not combine.
-        """
-        self.read(job_config.model.hf_assets_path)
         super().update_from_config(job_config, **kwargs)
         section = hallamonic_section(job_config)
         self.train = section.train
@@ -119,9 +88,7 @@ class HallamonicArgs(HFModelArgs):
         return replace(super().start(job_config), converted_layers=len(config.harmonic_layers))
 
     def _check_teacher(self) -> None:
-        values: dict[str, Any] = {}
-        if (Path(self.teacher_path) / "config.json").is_file():
-            values, _ = PreTrainedConfig.get_config_dict(self.teacher_path)
+        values = _config_json(self.teacher_path)
         vocab_size = values.get("vocab_size", values.get("source", {}).get("vocab_size"))
         if vocab_size != self.vocab_size:
             found = f"vocab_size = {vocab_size}" if values else "no config.json"
@@ -152,10 +119,6 @@ class Hallamonic(HFModel):
     """
     An `HFModel` whose blocks are those of a pretrained model's own class, Harmonic layers in the place of some attention
     layers. With `train = "harmonic"` the parameters of those alone need gradients.
-
-    Args:
-        model_args (HallamonicArgs):
-            Configuration, seed, what is trained and how the loss is computed.
     """
 
     model_args: HallamonicArgs
@@ -174,11 +137,6 @@ class Hallamonic(HFModel):
             for module in self.modules():
                 if isinstance(module, HarmonicMixer):
                     module.requires_grad_(True)
-
-    def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Weights as of an untrained model, which those of the directory replace, and buffers."""
-        # by name: FSDP and DDP make the model's type another
-        init_from_reference(self, lambda: Hallamonic(self.model_args), self.model_args.seed, buffer_device)
 
     def forward(
         self,
@@ -238,15 +196,9 @@ def layer_kinds(source: PreTrainedConfig) -> list[str]:
     return ["sliding_attention" if sliding else "full_attention"] * source.num_hidden_layers
 
 
-def read_directory(build: Callable[..., WindowLoader]) -> Callable[..., WindowLoader]:
-    """A `build_dataloader_fn` that knows the vocabulary: torchtitan builds the data before the model's arguments."""
-    @wraps(build)
-    def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: JobConfig) -> WindowLoader:
-        # another flavor is refused there
-        if job_config.model.flavor in HALLAMONIC:
-            HALLAMONIC[job_config.model.flavor].read(job_config.model.hf_assets_path)
-        return build(dp_world_size, dp_rank, tokenizer, job_config)
-    return build_dataloader
+def _config_json(directory: str) -> dict[str, Any]:
+    """The fields of a directory's config.json; none where there is no such file."""
+    return PreTrainedConfig.get_config_dict(directory)[0] if (Path(directory) / "config.json").is_file() else {}
 
 
 HALLAMONIC = {"hf": HallamonicArgs()}

@@ -63,25 +63,14 @@ HF_FAMILIES = {
 
 @dataclass
 class HFModelArgs(BaseModelArgs):
-    """
-    Arguments of an `HFModel`, as plain as JSON.
+    """Arguments of an `HFModel`, as plain as JSON."""
 
-    Args:
-        family (str):
-            A key of `HF_FAMILIES`.
-        config (dict[str, Any]):
-            Keyword arguments of the family's HF configuration.
-        overrides (dict[str, Any]):
-            Those that the job sets in their place, by `[harmonic] config`.
-        seed (int | None):
-            Seed of the initial weights; the job's `debug.seed`.
-        loss_chunk_tokens, segment_len (int), stateful (bool):
-            The job's `[harmonic]` section.
-    """
-
+    # a key of `HF_FAMILIES`
     family: str = "harmonic"
+    # keyword arguments of the family's HF configuration, and those that `[harmonic] config` sets in their place
     config: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, Any] = field(default_factory=dict)
+    # of the job: `debug.seed` and the `[harmonic]` section
     seed: int | None = None
     loss_chunk_tokens: int = 0
     segment_len: int = 0
@@ -93,7 +82,6 @@ class HFModelArgs(BaseModelArgs):
         return cls(family=config.model_type, config=config.to_diff_dict())
 
     def hf_config(self) -> PreTrainedConfig:
-        """The HF configuration."""
         return HF_FAMILIES[self.family].config_class(**self.config | self.overrides)
 
     def build_hf(self) -> PreTrainedModel:
@@ -101,12 +89,7 @@ class HFModelArgs(BaseModelArgs):
         return HF_FAMILIES[self.family].build(self.hf_config())
 
     def state_layout(self) -> tuple[LayerLayout, ...]:
-        """
-        What the model's layers remember of a row.
-
-        Raises:
-            ValueError: a layer has no state of constant size.
-        """
+        """What the model's layers remember of a row."""
         with torch.device("meta"):
             return state_layout(getattr(self.build_hf(), HF_FAMILIES[self.family].base).layers)
 
@@ -128,19 +111,14 @@ class HFModelArgs(BaseModelArgs):
         return seq_len
 
     def update_from_config(self, job_config: JobConfig, **kwargs: object) -> None:
-        """
-        Take the seed and the `[harmonic]` section from the job, and switch torchtitan's load balancer off, which would
-        reorder the sequence.
-
-        Raises:
-            ValueError: the job asks for what does not combine (see `fla_harmonic.titan.combinations`).
-        """
+        """Take the seed and the `[harmonic]` section from the job; a ValueError where it asks for what does not combine."""
         self.overrides = config_overrides(job_config) if self.family == "harmonic" else {}
         check_job(self.start(job_config))
         self.seed = job_config.debug.seed
         section = harmonic_section(job_config)
         self.loss_chunk_tokens, self.segment_len = section.loss_chunk_tokens, section.segment_len
         self.stateful = section.stateful
+        # it would reorder the sequence
         job_config.parallelism.context_parallel_load_balancer = None
 
     def start(self, job_config: JobConfig) -> Start:
@@ -157,8 +135,7 @@ class HFModelArgs(BaseModelArgs):
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """
-        Parameters (a tied table counts once), and floating point operations that training spends per token, whatever the
-        sequence length but for attention:
+        Parameters (a tied table counts once), and floating point operations that training spends per token:
 
         - those of the matrix products (see `matmul_flops`); biases, norms and activations are left out;
         - 3 times the forward pass of attention layers, which multiply a token with the keys and the values that it sees;
@@ -185,21 +162,14 @@ class HFModel(ModelProtocol):
     """
     An HF causal language model with its modules under torchtitan's names: `tok_embeddings`, `layers` (by string keys),
     `norm` and `output`. The blocks, and with them all values and gradients, are those of the HF class. Tied tables are one
-    parameter, `tok_embeddings.weight`.
-
-    Args:
-        model_args (HFModelArgs):
-            Family, configuration, seed, and how the loss is computed.
-        hf_model (PreTrainedModel, Optional):
-            The HF model that is taken apart. Default: it is built.
-
-    Raises:
-        ValueError: the model is to run on segments or carried states, and has layers without such a state.
+    parameter, `tok_embeddings.weight`. The HF model that is taken apart is `hf_model`, or built.
     """
 
     def __init__(self, model_args: HFModelArgs, hf_model: PreTrainedModel | None = None) -> None:
         super().__init__(model_args)
         self.model_args = model_args
+        # before FSDP and DDP make the type another
+        self.model_class = type(self)
         # the ranks that hold the pieces of a sequence; set where the model is parallelized
         self.cp_group: ProcessGroup | None = None
         family = HF_FAMILIES[model_args.family]
@@ -219,19 +189,11 @@ class HFModel(ModelProtocol):
         self.undecayed = undecayed_names(self.named_parameters())
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """The HF class's own initialisation of the whole model, of which every rank takes its shard."""
-        init_from_reference(self, lambda: HFModel(self.model_args), self.model_args.seed, buffer_device)
+        """The HF class's own initialisation of the whole model, of which every rank takes its shard, and buffers."""
+        init_from_reference(self, lambda: self.model_class(self.model_args), self.model_args.seed, buffer_device)
 
-    def get_attention_masks(
-        self,
-        input_batch: torch.Tensor,
-        tokenizer: BaseTokenizer,
-        extra_inputs: dict[str, torch.Tensor] | None = None,
-    ) -> None:
-        """
-        Raises:
-            TypeError: always; torchtitan takes it for "this model has none".
-        """
+    def get_attention_masks(self, input_batch: torch.Tensor, tokenizer: BaseTokenizer, extra_inputs: Any = None) -> None:
+        # torchtitan takes the error for "this model has none"
         raise TypeError(f"{self.model_args.family} has no attention masks")
 
     def forward(
@@ -247,8 +209,6 @@ class HFModel(ModelProtocol):
         Args:
             tokens (torch.Tensor):
                 Token ids of shape `[B, T]`; in a later stage of a pipeline the hidden states `[B, T, D]` of the one before.
-            attention_masks, positions:
-                torchtitan's arguments of attention; a recurrence uses neither.
             document_ids (torch.Tensor, Optional):
                 Number of each token's document within its row, of shape `[B, T]`: the state starts again where it
                 changes. With context parallelism these are the ids of the whole sequence. Default: each row is one document.
@@ -338,10 +298,6 @@ class HFStateDictAdapter(StateDictAdapter):
         return {_rename(name, names): value for name, value in hf_state_dict.items()}
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
-        """
-        Raises:
-            ValueError: the directory holds another model (see `check_hf_directory`).
-        """
         check_hf_directory(path, self.model_args.hf_config())
         return super().get_hf_storage_reader(path, from_quantized)
 

@@ -1,6 +1,6 @@
 """The Transformer baseline: torchtitan's own Llama, with initial weights that do not depend on the sharding."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import cast
 
 import torch
@@ -38,12 +38,7 @@ class LlamaArgs(TransformerModelArgs):
         return seq_len
 
     def update_from_config(self, job_config: JobConfig, **kwargs: object) -> None:
-        """
-        Take sequence length, seed and the `[harmonic]` section from the job.
-
-        Raises:
-            ValueError: the job asks for what does not combine (see `fla_harmonic.titan.combinations`).
-        """
+        """Take sequence length, seed and `[harmonic]` from the job; a ValueError where it asks for what does not combine."""
         check_job(Start(job_config, "llama", self.n_layers, self.tie_word_embeddings))
         super().update_from_config(job_config, **kwargs)
         self.seed = job_config.debug.seed
@@ -51,7 +46,7 @@ class LlamaArgs(TransformerModelArgs):
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """
-        Parameters (a tied table counts once), and floating point operations that training spends on a token: those of the
+        Parameters (a tied table counts once), and floating point operations that training spends per token: those of the
         matrix products (see `matmul_flops`), and 3 times the forward pass of causal attention, which multiplies a token
         with (T + 1) / 2 keys and as many values on average, not with all T.
         """
@@ -83,17 +78,10 @@ class LlamaArgs(TransformerModelArgs):
         return LlamaForCausalLM(self.hf_config())
 
     def _rope_parameters(self) -> dict[str, object]:
-        scaling = self.rope_scaling_args
-        if scaling.scaling_factor == 1:
-            return {"rope_type": "default", "rope_theta": float(self.rope_theta)}
-        return {
-            "rope_type": "llama3",
-            "rope_theta": float(self.rope_theta),
-            "factor": scaling.scaling_factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-        }
+        scaling = asdict(self.rope_scaling_args)
+        plain = {"rope_type": "default", "rope_theta": float(self.rope_theta)}
+        factor = scaling.pop("scaling_factor")
+        return plain if factor == 1 else plain | {"rope_type": "llama3", "factor": factor, **scaling}
 
 
 class Llama(Transformer):
@@ -120,16 +108,7 @@ class Llama(Transformer):
         positions: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """
-        Args:
-            tokens, attention_masks, positions:
-                As for torchtitan's `Transformer`.
-            labels (torch.Tensor, Optional):
-                Token ids to predict, of shape `[B, T]`; those of -100 do not count. Default: `None`.
-
-        Returns:
-            What torchtitan's returns; with labels the sum of the cross entropies, a scalar.
-        """
+        """As torchtitan's; with labels `[B, T]`, of which -100 does not count, the sum of the cross entropies, a scalar."""
         if labels is None:
             return super().forward(tokens, attention_masks, positions)
         h = self.tok_embeddings(tokens)
@@ -154,9 +133,7 @@ class Llama(Transformer):
 class LlamaStateDictAdapter(Llama3StateDictAdapter):
     """torchtitan's adapter, for directories of the same model only."""
 
-    def __init__(self, model_args: LlamaArgs, hf_assets_path: str | None) -> None:
-        super().__init__(model_args, hf_assets_path)
-        self.model_args = model_args
+    model_args: LlamaArgs
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
         check_hf_directory(path, self.model_args.hf_config())

@@ -7,10 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def check_torchtitan_version() -> None:
-    """
-    Raises:
-        RuntimeError: torchtitan is missing, or is not 0.2.x, for which the specs and the patches are written.
-    """
+    """A RuntimeError where torchtitan is missing, or is not 0.2.x, for which the specs and the patches are written."""
     try:
         found = version("torchtitan")
     except PackageNotFoundError:
@@ -23,12 +20,7 @@ def check_torchtitan_version() -> None:
 
 
 def apply() -> None:
-    """
-    Apply all patches. Harmless when repeated.
-
-    Raises:
-        RuntimeError: torchtitan is not 0.2.x, or lacks a name that a patch replaces.
-    """
+    """Apply all patches. Harmless when repeated."""
     check_torchtitan_version()
     # known to be there only now; the device comes first, so that what later imports copy is the CPU
     from fla_harmonic.titan.patches.cpu import install_cpu_shim

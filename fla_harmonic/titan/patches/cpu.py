@@ -65,15 +65,7 @@ class CPUModule(ModuleType):
 
 
 def install_cpu_shim() -> bool:
-    """
-    Point torchtitan at the CPU where no accelerator is, and leave it alone where one is. Harmless when repeated.
-
-    Returns:
-        Whether the shim is installed.
-
-    Raises:
-        RuntimeError: torchtitan lacks a name that the shim replaces.
-    """
+    """Point torchtitan at the CPU where no accelerator is; returns whether it did. Harmless when repeated."""
     if torch.accelerator.is_available() or _get_available_device_type() is not None:
         return False
     replacements = {"device_type": "cpu", "device_module": CPUModule("fla_harmonic_cpu")}
