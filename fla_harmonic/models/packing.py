@@ -37,11 +37,11 @@ def document_borders(
             raise ValueError(
                 f"`seq_idx` must number the documents of one row, [1, {tokens}]; got {tuple(seq_idx.shape)} with {batch} "
                 "rows.")
-        found["seq_idx"] = _borders(seq_idx[0].diff() != 0, tokens)
+        found["seq_idx"] = borders_of_starts(seq_idx[0].diff() != 0, tokens)
     if position_ids is not None:
         starts = _restarts(position_ids, batch, tokens, attention_mask, past.get_seq_length() if past else 0)
         if starts is not None:
-            found["position_ids"] = _borders(starts, tokens)
+            found["position_ids"] = borders_of_starts(starts, tokens)
     if not found:
         return None
     (name, cu_seqlens), *others = found.items()
@@ -67,7 +67,7 @@ def _checked(name: str, borders: torch.Tensor, batch: int, tokens: int) -> torch
     return borders
 
 
-def _borders(starts: torch.Tensor, tokens: int) -> torch.Tensor:
+def borders_of_starts(starts: torch.Tensor, tokens: int) -> torch.Tensor:
     """`[N + 1]` from whether each token but the first begins a document, `[T - 1]`."""
     return F.pad(F.pad(starts.nonzero().flatten() + 1, (1, 0)), (0, 1), value=tokens)
 

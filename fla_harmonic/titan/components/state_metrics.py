@@ -25,12 +25,6 @@ class StateMonitor:
 
     Its hooks are there only while it is armed, so that other steps cost nothing. What the backward pass recomputes does not
     count, as checkpointing may choose some layers and not others. Compiled blocks call no hooks.
-
-    Args:
-        model_parts (list[nn.Module]):
-            The models.
-        num_levels (int):
-            Levels of a layer.
     """
 
     def __init__(self, model_parts: list[nn.Module], num_levels: int) -> None:

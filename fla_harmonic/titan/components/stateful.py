@@ -21,17 +21,10 @@ from fla_harmonic.titan.components.window_loader import IDENTITY, WindowLoader
 
 class RowStates:
     """
-    The states of a batch's rows on their way to the model and back.
+    The states of a batch's rows on their way to the model and back, in a store of states `[1, ...]` by stream. `continues`
+    says which of the B rows continue where their stream stopped.
 
     No pytree, so that FSDP's mixed precision leaves its tensors in float32.
-
-    Args:
-        store (dict[int, States]):
-            States of one row, `[1, ...]` each, by stream; read and replaced here.
-        streams (Sequence[int]):
-            The stream that each of the B rows belongs to.
-        continues (torch.Tensor):
-            Whether a row continues where its stream stopped, `[B]` bool.
     """
 
     def __init__(self, store: dict[int, States], streams: Sequence[int], continues: torch.Tensor) -> None:
@@ -65,17 +58,10 @@ class StreamLoader(WindowLoader):
     not read. A global step reads the next window of each stream. After its last window a stream begins again, from zeros.
 
     Args:
-        windows (TokenWindows):
-            The windows of the training split.
         streams (int):
             Rows of the global batch; a multiple of `local_batch_size * dp_world_size`.
-        layout (Sequence[LayerLayout]):
-            What the model's layers remember.
         **kwargs:
             As for `WindowLoader`, but for `global_batch_size`; the seed is not used.
-
-    Raises:
-        ValueError: there are fewer windows than streams.
     """
 
     def __init__(self, windows: TokenWindows, *, streams: int, layout: Sequence[LayerLayout], **kwargs: Any) -> None:

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import nn
@@ -160,19 +159,14 @@ class SplitValidator(BaseValidator):
                     losses = [self.loss_fn(model(x, **extra), labels)]
             else:
                 # of the microbatches, on the rank that has the last stage
-                losses = self._run_pipeline(x, labels, extra)
+                losses = []
+                target, kept = (labels, losses) if self.is_last_stage else (None, None)
+                args, extra = ((x,), extra) if self.is_first_stage else ((), {})
+                self.pp_schedule.eval(*args, **extra, target=target, losses=kept)
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         for loss in losses:
             total += (loss.full_tensor() if isinstance(loss, DTensor) else loss).double()
         return total, labels
-
-    def _run_pipeline(self, x: torch.Tensor, labels: torch.Tensor, extra: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        schedule: Any = self.pp_schedule
-        losses: list[torch.Tensor] = []
-        inputs, extra = ((x,), extra) if self.is_first_stage else ((), {})
-        target, kept = (labels, losses) if self.is_last_stage else (None, None)
-        schedule.eval(*inputs, **extra, target=target, losses=kept)
-        return losses
 
 
 def scored_bytes(split: TokenSplit, tokenizer: TextTokenizer, targets: int) -> float:

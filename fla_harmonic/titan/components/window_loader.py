@@ -24,22 +24,12 @@ class WindowLoader(BaseDataLoader):
     state: the number of windows that were read, and of what data.
 
     Args:
-        windows (TokenWindows):
-            The windows of the training split.
-        local_batch_size (int):
-            Windows of a batch on one rank.
-        dp_world_size, dp_rank (int):
-            The data-parallel degree, and which of its ranks this is.
         global_batch_size (int, Optional):
             Windows of a step, all ranks and micro-batches together. Only to notice a resume with another. Default: `None`.
-        seed (int):
-            Seed of the order.
         document_ids (bool):
             Whether batches hold `document_ids`.
         labels_in_inputs (bool):
             Whether the inputs hold the labels too, for a model that computes the loss itself.
-        pin_memory (bool):
-            Whether batches are copied to pinned memory, where there is an accelerator.
     """
 
     def __init__(
@@ -107,10 +97,7 @@ class WindowLoader(BaseDataLoader):
         return {"windows": self.consumed, IDENTITY: json.dumps(self.identity)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """
-        Raises:
-            ValueError: the state is that of another loader, or of other data; names what differs.
-        """
+        """A ValueError, which names what differs, for the state of another loader or of other data."""
         # a checkpoint without a data position, as stock loaders accept it
         if not state_dict:
             return

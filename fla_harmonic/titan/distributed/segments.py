@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from fla.models.utils import Cache
 from torch.utils.checkpoint import checkpoint
 
+from fla_harmonic.models.packing import borders_of_starts
 from fla_harmonic.titan.components.states import LayerState, States
 
 # None where the C library is another than glibc
@@ -79,10 +81,8 @@ class Packing:
 
 def document_borders(document_ids: torch.Tensor) -> torch.Tensor:
     """Cumulative lengths `[N + 1]` of the documents in `[B, T]`, read row by row; a document ends with its row."""
-    first = torch.ones_like(document_ids, dtype=torch.bool)
-    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    starts = first.flatten().nonzero().flatten()
-    return torch.cat([starts, starts.new_tensor([document_ids.numel()])])
+    starts = F.pad(document_ids.diff() != 0, (1, 0), value=True)
+    return borders_of_starts(starts.flatten()[1:], document_ids.numel())
 
 
 def run_segments(

@@ -14,7 +14,7 @@ Converted pretrained models behind torchtitan's interface. Shape, tokenizer and 
     train = "harmonic"
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from fla_harmonic.hallamonic.configuration_hallamonic import UNLIMITED, head_siz
 from fla_harmonic.hallamonic.modeling_hallamonic import HarmonicMixer, positions_in_documents
 from fla_harmonic.layers.harmonic import TIMESCALES
 from fla_harmonic.ops.harmonic.context_parallel import CPContext
-from fla_harmonic.titan.combinations import Start
 from fla_harmonic.titan.components.loss import TiedHead
 from fla_harmonic.titan.components.stateful import RowStates
 from fla_harmonic.titan.config import hallamonic_section
@@ -82,10 +81,6 @@ class HallamonicArgs(HFModelArgs):
         self.teacher_dtype = job_config.training.mixed_precision_param
         if self.teacher_path:
             self._check_teacher()
-
-    def start(self, job_config: JobConfig) -> Start:
-        config: Any = self.hf_config()
-        return replace(super().start(job_config), converted_layers=len(config.harmonic_layers))
 
     def _check_teacher(self) -> None:
         values = _config_json(self.teacher_path)

@@ -129,6 +129,7 @@ class HFModelArgs(BaseModelArgs):
             attention_layers=getattr(config, "attn", None) is not None,
             attn_mode=getattr(config, "attn_mode", "chunk"),
             conv_size=config.conv_size if getattr(config, "use_short_conv", False) else 0,
+            converted_layers=len(getattr(config, "harmonic_layers", ())),
             mamba_kernels=mamba.HAS_MAMBA_KERNELS,
             unknown_fields=tuple(self.overrides.keys() - HarmonicConfig().to_dict().keys()),
         )
@@ -230,7 +231,8 @@ class HFModel(ModelProtocol):
             if self.output is None:
                 return h
             if labels is not None:
-                labels = self._own(labels)
+                if self.cp_group is not None:
+                    labels = labels.chunk(self.cp_group.size(), dim=1)[self.cp_group.rank()]
                 # by name: of positions the hooks of tensor parallelism know the first
                 return self.output(h, labels=labels if document_ids is None else labels.reshape(1, -1))
             logits = self.output(h)
@@ -246,12 +248,6 @@ class HFModel(ModelProtocol):
         if carried is not None:
             carried.write(states)
         return loss
-
-    def _own(self, labels: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of the labels of a sequence."""
-        if self.cp_group is None:
-            return labels
-        return labels.chunk(self.cp_group.size(), dim=1)[self.cp_group.rank()]
 
     def _whole(self, tokens: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
         """Hidden states `[B, T, H]` of the rows, from their first token on; `[1, B T, H]` with documents."""
