@@ -98,6 +98,12 @@ def test_states_do_not_go_on_at_another_place_of_the_text(tokens: int, seq_len: 
         loader(tokens, seq_len, 4).load_state_dict(saved)
 
 
+def test_streams_have_states_of_the_layers_that_the_job_sets() -> None:
+    config = job("harmonic", "--harmonic.stateful", "--harmonic.config=num_hidden_layers=1", "--training.local_batch_size=2")
+    (states, *_) = build_dataloader(1, 0, ByteTokenizer(), config).states.values()
+    assert len(states) == 1
+
+
 def test_states_of_another_text_are_refused() -> None:
     saved = loader(200, 5, 4).state_dict()
     # as many windows, in the same streams

@@ -1,5 +1,6 @@
 """The training data of a torchtitan job."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,11 +34,14 @@ def _text_key(job_config: JobConfig) -> tuple[Any, ...]:
 
 
 def _model_args(job_config: JobConfig) -> Any:
+    """The arguments of the job's model as the trainer will have them: it updates its own once the data is there."""
     model = job_config.model
     flavors = get_train_spec(model.name).model_args
     if model.flavor not in flavors:
         raise ValueError(f"expected [model] flavor of {model.name} to be one of {', '.join(flavors)}, got {model.flavor!r}")
-    return flavors[model.flavor]
+    args = copy.deepcopy(flavors[model.flavor])
+    args.update_from_config(job_config)
+    return args
 
 
 def check_vocabulary(tokens: np.ndarray, tokenizer: TextTokenizer, job_config: JobConfig) -> None:
@@ -62,8 +66,6 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: TextTokenizer,
     keep_token_budget(job_config, dp_world_size)
     warn_of_another_budget(job_config, dp_world_size)
     model_args = _model_args(job_config)
-    # the trainer does this after the data is there, which has to fit the model
-    model_args.update_from_config(job_config)
     training, data = job_config.training, data_section(job_config)
     if training.dataloader.num_workers != 0:
         raise ValueError(
